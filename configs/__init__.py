@@ -1,0 +1,1 @@
+"""Experiment configurations: one readable file each."""

@@ -1,0 +1,35 @@
+"""Data-, compute- and communication-efficient training in JAX.
+
+    import dataeff_jax as de
+
+The namespaces load on first use, so ``import dataeff_jax`` imports none of grain,
+orbax or flax.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_NAMESPACES = (
+    "aot",
+    "data",
+    "distributed",
+    "models",
+    "optimizers",
+    "schedules",
+    "testing",
+    "training",
+    "typing",
+)
+
+__all__ = ["__version__", *_NAMESPACES]
+
+
+def __getattr__(name: str):
+    if name in _NAMESPACES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Sources, tokenizers, token caches, packing and batches."""

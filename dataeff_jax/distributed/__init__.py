@@ -1,0 +1,1 @@
+"""Meshes, shardings, per-device gradients and processes."""

@@ -1,0 +1,1 @@
+"""Models in Flax NNX: a GPT, a BERT and a ViT made of one block."""

@@ -1,0 +1,1 @@
+"""Optax transformations: communication, clipping and optimizers as chain links."""

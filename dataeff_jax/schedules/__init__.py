@@ -1,0 +1,1 @@
+"""Schedules: pure functions of a clock that counts steps or tokens."""

@@ -1,0 +1,1 @@
+"""Small problems and meshes that tests share."""

@@ -1,0 +1,1 @@
+"""The train step, ledger, checkpoints, logs and plots."""

@@ -1,0 +1,14 @@
+"""The names that this library's signatures use."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+Array: TypeAlias = jax.Array
+AxisName: TypeAlias = str | tuple[str, ...]
+Batch: TypeAlias = dict[str, Any]  # arrays whose first axis is the row, [B, ...]
+KeyArray: TypeAlias = jax.Array  # typed keys, as jax.random.key makes them
+Params: TypeAlias = Any  # a pytree of arrays
+PyTree: TypeAlias = Any
+Schedule: TypeAlias = Callable[[Any], Any]  # clock (steps or tokens) -> value

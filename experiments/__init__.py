@@ -1,0 +1,1 @@
+"""Commands that people run: train, generate, compare, plan."""
