@@ -10,8 +10,10 @@ import importlib
 
 __version__ = "0.1.0"
 
-_NAMESPACES = (
+__all__ = [
+    "__version__",
     "aot",
+    "collectives",
     "data",
     "distributed",
     "models",
@@ -20,13 +22,11 @@ _NAMESPACES = (
     "testing",
     "training",
     "typing",
-)
-
-__all__ = ["__version__", *_NAMESPACES]
+]
 
 
 def __getattr__(name: str):
-    if name in _NAMESPACES:
+    if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -65,7 +65,9 @@ def imported_room(name: str) -> str | None:
     return parts[0] if parts[0] in HEIGHT else None
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", list(sources()), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_imports_point_down(path):
     room = room_of(path)
     assert room in HEIGHT, f"{room} has no floor: add it to FLOORS"
@@ -73,10 +75,14 @@ def test_imports_point_down(path):
         other = imported_room(name)
         if other is None or other == room:
             continue
-        assert HEIGHT[other] < HEIGHT[room], f"{room} imports {name} from above or beside"
+        assert HEIGHT[other] < HEIGHT[room], (
+            f"{room} imports {name} from above or beside"
+        )
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", list(sources()), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_third_party_packages_stay_in_their_rooms(path):
     room = room_of(path)
     for name in imports_of(path):
