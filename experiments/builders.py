@@ -1,0 +1,165 @@
+"""From a configuration to objects: the only place that translates.
+
+A block ``{name, kwargs}`` is resolved by attribute on a fixed list of namespaces, so a
+new optimizer, schedule or model needs no entry here.
+"""
+
+import pathlib
+from typing import NamedTuple
+
+import jax
+import ml_collections
+import optax
+from flax import nnx
+
+from dataeff_jax import data, distributed, models, optimizers, schedules
+from experiments import checks
+
+# Arguments that a builder passes itself; a config may not set them as well.
+_GIVEN = {
+    "model": ("vocab_size", "rngs"),
+    "optimizer": ("learning_rate", "mask", "weight_decay_mask", "stacked"),
+    "schedule": ("total",),
+}
+
+
+class Corpus(NamedTuple):
+    """The tokenized documents of a run."""
+
+    tokenizer: data.Tokenizer
+    train: data.PackedRows
+    validation: data.PackedRows
+
+
+def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
+    """Raises a ``ValueError`` that lists every problem of ``config``.
+
+    Args:
+      config: what a ``get_config`` returned, overrides applied.
+      problems: sentences about problems that were found earlier.
+    """
+    problems = [*problems, *checks.schema_problems(config)]
+    if not problems:
+        for block in ("model", "optimizer", "schedule"):
+            problems.extend(_block_problems(config, block))
+        problems.extend(_length_problems(config))
+    if problems:
+        count = "" if len(problems) == 1 else f"{len(problems)} problems: "
+        raise ValueError(count + "; ".join(problems))
+
+
+def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
+    """The data mesh, after checking that it divides the batch."""
+    wanted = config.mesh.axes.data
+    result = distributed.data_mesh(None if wanted == -1 else wanted)
+    distributed.check_batch_size(
+        config.data.batch_size,
+        num_devices=result.size,
+        accumulation_steps=config.optimizer.accumulation_steps,
+    )
+    return result
+
+
+def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
+    """Reads, tokenizes (once, then from the cache), splits and packs the documents."""
+    settings = config.data
+    source = _source(settings)
+    cache_dir = pathlib.Path(settings.cache_dir)
+    tokenizer = _tokenizer(settings.tokenizer, source, cache_dir)
+    cache = data.tokenize(source, tokenizer, cache_dir, progress=progress)
+    train, validation = data.split_documents(
+        cache, validation_fraction=settings.validation_fraction, seed=config.seed
+    )
+    rows = dict(length=settings.seq_len, segments=settings.segments)
+    return Corpus(
+        tokenizer,
+        data.PackedRows(train, **rows),
+        data.PackedRows(validation, keep_remainder=True, **rows),
+    )
+
+
+def model(config: ml_collections.ConfigDict, *, vocab_size: int) -> nnx.Module:
+    """The model, its parameters drawn from ``config.seed``."""
+    constructor = getattr(models, config.model.name)
+    kwargs = dict(config.model.kwargs)
+    kwargs.setdefault("max_length", config.data.seq_len)
+    return constructor(
+        vocab_size=vocab_size, rngs=nnx.Rngs(config.seed), **kwargs
+    )
+
+
+def schedule(config: ml_collections.ConfigDict):
+    """The learning rate as a function of the clock that ``config.schedule`` names."""
+    total = config.train.num_steps
+    if config.schedule.clock == "tokens":
+        total *= config.data.batch_size * config.data.seq_len
+    function = getattr(schedules, config.schedule.name)
+    return function(total=total, **config.schedule.kwargs)
+
+
+def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
+    """The optax chain: mean over devices, clipping, then the named optimizer."""
+    constructor = _optimizer_constructor(config.optimizer.name)
+    kwargs = dict(config.optimizer.kwargs)
+    taken = checks.argument_names(constructor)
+    if "mask" in taken and "weight_decay" in taken:
+        kwargs["mask"] = models.decay_mask(params)
+    if "stacked" in taken:
+        kwargs["stacked"] = models.stacked_mask(params)
+    links = [optimizers.pmean_grads(axis_name)]
+    if config.optimizer.max_grad_norm:
+        links.append(optimizers.clip_by_global_norm(config.optimizer.max_grad_norm))
+    links.append(optimizers.with_learning_rate_argument(constructor, **kwargs))
+    return optax.chain(*links)
+
+
+def _block_problems(config, block: str) -> list[str]:
+    name, kwargs = config[block].name, config[block].kwargs
+    try:
+        function = {
+            "model": lambda: _resolve(name, block, models),
+            "optimizer": lambda: _optimizer_constructor(name),
+            "schedule": lambda: _resolve(name, block, schedules),
+        }[block]()
+    except ValueError as error:
+        return [str(error)]
+    return checks.argument_problems(
+        function, kwargs, where=f"{block}.kwargs", given=_GIVEN[block]
+    )
+
+
+def _length_problems(config) -> list[str]:
+    max_length = config.model.kwargs.get("max_length", config.data.seq_len)
+    if config.data.seq_len <= max_length:
+        return []
+    return [
+        f"data.seq_len={config.data.seq_len} exceeds the model's {max_length} "
+        "positions; shorten it or raise model.kwargs.max_length"
+    ]
+
+
+def _optimizer_constructor(name: str):
+    return _resolve(name, "optimizer", optimizers, optax)
+
+
+def _resolve(name: str, block: str, *namespaces):
+    for namespace in namespaces:
+        found = getattr(namespace, name, None)
+        if callable(found) and not name.startswith("_"):
+            return found
+    choices = {n for s in namespaces for n in getattr(s, "__all__", dir(s))}
+    raise ValueError(f"{block}.name={name!r} is unknown; {checks.nearest(name, choices)}")
+
+
+def _source(settings):
+    if settings.name in data.CORPORA:
+        return data.corpus(settings.name)
+    return data.open_source(settings.name, settings.path, field=settings.field)
+
+
+def _tokenizer(settings, source, cache_dir: pathlib.Path):
+    if settings.name == "bytes":
+        return data.ByteTokenizer()
+    if settings.name == "bpe":
+        return data.trained_tokenizer(source, settings.vocab_size, cache_dir)
+    return data.load_tokenizer(settings.name)

@@ -1,0 +1,197 @@
+"""Checks a configuration before any work: unknown keys, wrong types, bad values.
+
+Each check returns sentences, so that all problems are reported in one message.
+"""
+
+import difflib
+import inspect
+import numbers
+import types
+import typing
+
+import ml_collections
+
+from configs import common
+
+
+def schema_problems(config: ml_collections.ConfigDict) -> list[str]:
+    """Sentences about unknown or missing keys, wrong types and values out of range."""
+    problems = _schema_problems(config, common.base(), "")
+    return problems or _value_problems(config)
+
+
+def unknown_key(config: ml_collections.ConfigDict, key: str) -> str:
+    """Says that ``key`` does not exist, and which similar one does."""
+    known = list(_flat_keys(config))
+    parent, _, name = key.rpartition(".")
+    # The same name in another section is a likelier slip than a similar spelling.
+    moved = [k for k in known if k.rpartition(".")[2] == name]
+    near = moved or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if near:
+        return f"there is no key {key!r}; did you mean {near[0]!r}?"
+    section = config
+    for part in filter(None, parent.split(".")):
+        section = section.get(part) if hasattr(section, "get") else None
+    choices = sorted(section) if hasattr(section, "keys") else sorted(config)
+    return f"there is no key {key!r}; allowed here: {', '.join(choices)}"
+
+
+def argument_problems(function, kwargs, *, where: str, given=()) -> list[str]:
+    """Sentences about those of ``kwargs`` that ``function`` does not take.
+
+    Args:
+      function: what will be called.
+      kwargs: the config's arguments for it.
+      where: the config key of the arguments, for the message.
+      given: names of arguments that the builder passes itself.
+    """
+    parameters = inspect.signature(function).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    names = argument_names(function)
+    allowed = [n for n in names if n not in given]
+    problems = []
+    for name, value in kwargs.items():
+        if name in given:
+            problems.append(f"{where}.{name} is set elsewhere in the config; remove it")
+        elif name not in names and not open_ended:
+            near = difflib.get_close_matches(name, allowed, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {allowed}"
+            problems.append(
+                f"{where}.{name} does not fit {function.__name__}; {hint} "
+                f"(drop it with --config.{where}={{}} or change the name back)"
+            )
+        elif name in names and not _fits(value, parameters[name]):
+            problems.append(
+                f"{where}.{name}={value!r} is {type(value).__name__}, "
+                f"{function.__name__} wants {_wanted(parameters[name])}"
+            )
+    for name, parameter in parameters.items():
+        required = parameter.default is parameter.empty
+        if name in allowed and required and name not in kwargs:
+            problems.append(f"{where}.{name} is missing: {function.__name__} needs it")
+    return problems
+
+
+def argument_names(function) -> list[str]:
+    """The names of a function's arguments, variadic ones left out."""
+    parameters = inspect.signature(function).parameters
+    return [n for n, p in parameters.items() if p.kind not in _VARIADIC]
+
+
+def nearest(name: str, choices) -> str:
+    """`` Did you mean ...?`` for a name that is not among ``choices``, or the choices."""
+    near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"there are {', '.join(sorted(choices))}"
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _flat_keys(block, prefix=""):
+    for name, value in block.items():
+        yield prefix + name
+        if isinstance(value, ml_collections.ConfigDict) and name != "kwargs":
+            yield from _flat_keys(value, f"{prefix}{name}.")
+
+
+def _schema_problems(block, schema, prefix) -> list[str]:
+    problems = []
+    for name, value in block.items():
+        key = prefix + name
+        if name not in schema:
+            problems.append(unknown_key(common.base(), key))
+        elif name == "kwargs" or schema[name] is None:
+            continue
+        elif isinstance(schema[name], ml_collections.ConfigDict):
+            if isinstance(value, ml_collections.ConfigDict):
+                problems.extend(_schema_problems(value, schema[name], key + "."))
+            else:
+                problems.append(f"{key}={value!r}: expected a block of keys")
+        elif not _same_kind(value, schema[name]):
+            problems.append(
+                f"{key}={value!r} is {type(value).__name__}, "
+                f"expected {type(schema[name]).__name__}"
+            )
+    missing = [prefix + name for name in schema if name not in block]
+    problems.extend(f"the key {key!r} is missing" for key in missing)
+    return problems
+
+
+def _value_problems(config) -> list[str]:
+    """Ranges that no builder would notice before the first step."""
+    at_least_one = (
+        "data.seq_len",
+        "data.batch_size",
+        "data.tokenizer.vocab_size",
+        "optimizer.accumulation_steps",
+        "train.num_steps",
+        "train.log_every_steps",
+        "eval.every_steps",
+        "eval.batch_size",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+    )
+    problems = []
+    flat = config.to_dict()
+    for key in at_least_one:
+        value = flat
+        for part in key.split("."):
+            value = value[part]
+        if value < 1:
+            problems.append(f"{key}={value}: must be at least 1")
+    if not 0 < config.data.validation_fraction < 1:
+        problems.append(
+            f"data.validation_fraction={config.data.validation_fraction}: "
+            "must lie between 0 and 1, both excluded"
+        )
+    if not 0 <= config.data.mask_rate < 1:
+        problems.append(f"data.mask_rate={config.data.mask_rate}: must lie in [0, 1)")
+    if config.schedule.clock not in ("steps", "tokens"):
+        problems.append(
+            f"schedule.clock={config.schedule.clock!r}: must be 'steps' or 'tokens'"
+        )
+    for block in ("curriculum", "random_ltd", "zero", "compression", "sparsity"):
+        if config[block] is not None:
+            problems.append(f"{block} is not available in this version; leave it None")
+    return problems
+
+
+def _same_kind(value, default) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, numbers.Real)
+    return isinstance(value, type(default))
+
+
+def _fits(value, parameter) -> bool:
+    """Whether a plain config value may be what the parameter's annotation says."""
+    kinds = _plain_kinds(parameter.annotation)
+    if kinds is None:
+        return True
+    if value is None or isinstance(value, bool):
+        return type(value) in kinds
+    if isinstance(value, int) and float in kinds:
+        return True
+    return isinstance(value, tuple(kinds))
+
+
+def _plain_kinds(annotation):
+    """The set of plain types in an annotation, or None where others are allowed."""
+    if annotation is None:
+        return {type(None)}
+    if annotation in (int, float, str, bool, type(None)):
+        return {annotation}
+    if typing.get_origin(annotation) is typing.Literal:
+        return {type(choice) for choice in typing.get_args(annotation)}
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [_plain_kinds(part) for part in typing.get_args(annotation)]
+        return None if None in kinds else set().union(*kinds)
+    return None
+
+
+def _wanted(parameter) -> str:
+    annotation = parameter.annotation
+    return getattr(annotation, "__name__", None) or str(annotation)
