@@ -13,17 +13,27 @@ import pathlib
 import platform
 import sys
 import time
+from importlib import metadata
 
 import jax
 import ml_collections
 import numpy as np
 from flax import nnx
 
-import dataeff_jax
-from dataeff_jax import data, distributed, models, training
+from dataeff_jax import data, distributed, training
 from experiments import builders, command_line, ngram_baselines
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("train_lm")
+
+# Keys that cannot change the trajectory: a run may go on with others.
+FREE_KEYS = (
+    "mesh",
+    "data.cache_dir",
+    "data.num_workers",
+    "train.log_every_steps",
+    "eval",
+    "checkpoint",
+)
 
 
 def train_and_evaluate(
@@ -43,17 +53,28 @@ def train_and_evaluate(
       accept_config_changes: go on with a checkpoint whose config differs.
 
     Returns:
-      ``step``, ``validation_loss``, ``perplexity`` and the ledger's counts.
+      The summary that is also written to ``summary.json``: ``step``,
+      ``validation_loss``, ``perplexity``, the ledger's counts and the n-gram bars.
 
     Raises:
       ValueError: for a config that cannot run, before anything is computed.
       FloatingPointError: when a loss is not finite; the message names the step and the
         sample ids, and the newest checkpoint is the last good one.
     """
-    workdir = pathlib.Path(workdir).absolute()
     builders.check_config(config)
+    with jax.set_mesh(builders.mesh(config)):
+        run = Run(config, pathlib.Path(workdir).absolute(), accept_config_changes)
+        return run.train(profile_steps)
 
-    # Mesh and data.
-    mesh = builders.mesh(config)
-    checkpoints = training.Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
-    ...
+
+class Run:
+    """One run: what it is made of, and the loop over its steps."""
+
+    def __init__(self, config, workdir: pathlib.Path, accept_config_changes: bool):
+        self.config, self.workdir = config, workdir
+        # Data.
+        self.corpus = builders.corpus(config)
+        self.schedule = builders.schedule(config)
+        # Model and optimizer.
+        model = builders.model(config, vocab_size=self.corpus.tokenizer.vocab_size)
+        ...
