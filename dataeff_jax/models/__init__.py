@@ -1,1 +1,25 @@
 """Models in Flax NNX: a GPT, a BERT and a ViT made of one block."""
+
+from dataeff_jax.models._attention import attention
+from dataeff_jax.models._block import Block, make_blocks, run_blocks
+from dataeff_jax.models._loss import classification_loss, cross_entropy, num_correct
+from dataeff_jax.models._params import decay_mask, is_stacked
+from dataeff_jax.models._sizes import sizes
+from dataeff_jax.models._transformer import BERT, GPT
+from dataeff_jax.models._vit import ViT
+
+__all__ = [
+    "BERT",
+    "GPT",
+    "Block",
+    "ViT",
+    "attention",
+    "classification_loss",
+    "cross_entropy",
+    "decay_mask",
+    "is_stacked",
+    "make_blocks",
+    "num_correct",
+    "run_blocks",
+    "sizes",
+]

@@ -1,0 +1,287 @@
+"""The transformer block that GPT, BERT and ViT share, and stacks of it.
+
+A stack is one `Block` whose parameters have a leading layer axis: [L, ...] under one
+path, whatever runs it. Scanning compiles one block for any depth; unrolling runs
+faster on CPUs.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dataeff_jax import typing
+from dataeff_jax.models import _attention, _layers
+
+Layers = Literal["scan", "unroll"]
+Norm = Literal["pre", "post"]
+Activation = Literal["gelu", "gelu_tanh"]
+Positions = Literal["learned", "rope"]
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward network, each with a norm and a residual.
+
+    Pre-norm (GPT-2, ViT): x + f(norm(x)). Post-norm (BERT): norm(x + f(x)). Dropout
+    follows both f; probabilities inside attention are not dropped.
+
+    Args:
+        width: D.
+        num_heads: H, divides D.
+        ffw_width: F.
+        causal: Whether tokens see only tokens before them.
+        norm: "pre" or "post".
+        activation: "gelu_tanh" (GPT-2) or "gelu" (exact: BERT, ViT).
+        epsilon: Of the layer norms.
+        rope: Whether queries and keys are rotated by their positions.
+        dropout_rate: Of both residual branches.
+        implementation: Of `attention`; None chooses by backend.
+        stddev: Of the initialiser of kernels.
+        residual_stddev: Of the two kernels that write to the residual stream.
+        rngs: Source of keys, nnx.Rngs.
+
+    Example:
+        >>> block = Block(width=8, num_heads=2, ffw_width=16, rngs=nnx.Rngs(0))
+        >>> block(jnp.ones((1, 4, 8))).shape
+        (1, 4, 8)
+
+    References:
+        Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
+    """
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        num_heads: int,
+        ffw_width: int,
+        causal: bool = True,
+        norm: Norm = "pre",
+        activation: Activation = "gelu_tanh",
+        epsilon: float = 1e-5,
+        rope: bool = False,
+        dropout_rate: float = 0.0,
+        implementation: _attention.Implementation | None = None,
+        stddev: float = 0.02,
+        residual_stddev: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        out_stddev = stddev if residual_stddev is None else residual_stddev
+        self.norm1 = _layers.LayerNorm(width, epsilon=epsilon)
+        self.qkv = _layers.Linear(width, 3 * width, stddev=stddev, rngs=rngs)
+        self.out = _layers.Linear(width, width, stddev=out_stddev, rngs=rngs)
+        self.norm2 = _layers.LayerNorm(width, epsilon=epsilon)
+        self.up = _layers.Linear(width, ffw_width, stddev=stddev, rngs=rngs)
+        self.down = _layers.Linear(ffw_width, width, stddev=out_stddev, rngs=rngs)
+        self.num_heads = num_heads
+        self.causal = causal
+        self.norm = norm
+        self.activation = activation
+        self.rope = rope
+        self.dropout_rate = dropout_rate
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        x: typing.Array,
+        *,
+        positions: typing.Array | None = None,
+        segment_ids: typing.Array | None = None,
+        lengths: typing.Array | None = None,
+        keys: typing.KeyArray | None = None,
+    ) -> typing.Array:
+        """Runs the block.
+
+        Args:
+            x: [B, S, D].
+            positions: int32[B, S] for rotary positions; None means 0 to S - 1.
+            segment_ids: int32[B, S], documents of a packed row, 0 for padding.
+            lengths: int32[B], tokens of a row that are not padding.
+            keys: One key a row, [B], already folded with the layer; None: no dropout.
+
+        Returns:
+            [B, S, D].
+        """
+        masks = {"segment_ids": segment_ids, "lengths": lengths}
+
+        def attend(x):
+            return self._drop(self._attend(x, positions, masks), keys, 0)
+
+        def feed(x):
+            return self._drop(self._feed(x), keys, 1)
+
+        if self.norm == "pre":
+            x = x + attend(self.norm1(x))
+            return x + feed(self.norm2(x))
+        x = self.norm1(x + attend(x))
+        return self.norm2(x + feed(x))
+
+    def _drop(self, x, keys, place):
+        if self.dropout_rate == 0.0:
+            return x
+        keys = _layers.fold_rows(keys, place)
+        return _layers.dropout(x, rate=self.dropout_rate, keys=keys)
+
+    def _attend(self, x, positions, masks):
+        batch, size, width = x.shape
+        qkv = self.qkv(x).reshape(batch, size, 3, self.num_heads, -1)
+        q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]  # [B, S, H, D/H]
+        if self.rope:
+            if positions is None:
+                positions = jnp.arange(size)[None]
+            q, k = _layers.rotate(q, positions), _layers.rotate(k, positions)
+        out = _attention.attention(
+            q, k, v, causal=self.causal, implementation=self.implementation, **masks
+        )
+        return self.out(out.reshape(batch, size, width))
+
+    def _feed(self, x):
+        approximate = self.activation == "gelu_tanh"
+        return self.down(jax.nn.gelu(self.up(x), approximate=approximate))
+
+
+def make_blocks(num_layers: int, *, rngs: nnx.Rngs, **kwargs) -> Block:
+    """One `Block` whose parameters are stacks [L, ...] of independent draws.
+
+    Args:
+        num_layers: L.
+        rngs: Source of keys, nnx.Rngs.
+        **kwargs: Arguments of `Block`.
+
+    Returns:
+        The stack, to be run by `run_blocks`.
+
+    Example:
+        >>> sizes = dict(width=8, num_heads=2, ffw_width=16)
+        >>> make_blocks(3, rngs=nnx.Rngs(0), **sizes).up.kernel.shape
+        (3, 8, 16)
+    """
+
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap
+    def make(rngs):
+        return Block(rngs=rngs, **kwargs)
+
+    return make(rngs)
+
+
+def run_blocks(
+    blocks: nnx.Module,
+    x: typing.Array,
+    *,
+    keys: typing.KeyArray | None = None,
+    layers: Layers = "scan",
+    remat: Literal["block"] | None = None,
+    **kwargs,
+) -> typing.Array:
+    """Runs a stack of blocks, layer after layer.
+
+    Args:
+        blocks: A block whose parameters have a leading layer axis, [L, ...].
+        x: [B, S, D].
+        keys: One key a row, [B]; layer l uses them folded with l.
+        layers: "scan" (one compiled block) or "unroll" (L copies, faster on CPUs).
+        remat: "block" saves only each block's input and recomputes the rest.
+        **kwargs: Further arguments of the block, the same for every layer.
+
+    Returns:
+        [B, S, D].
+
+    Example:
+        >>> sizes = dict(width=8, num_heads=2, ffw_width=16)
+        >>> blocks = make_blocks(2, rngs=nnx.Rngs(0), **sizes)
+        >>> run_blocks(blocks, jnp.ones((1, 4, 8))).shape
+        (1, 4, 8)
+    """
+    graphdef, state = nnx.split(blocks)
+
+    def layer(x, state, index):
+        block = nnx.merge(graphdef, state)
+        return block(x, keys=_layers.fold_rows(keys, index), **kwargs)
+
+    if remat == "block":
+        # Inside a scan the loop itself keeps XLA from merging the two passes.
+        layer = jax.checkpoint(layer, prevent_cse=layers == "unroll")
+    num_layers = jax.tree.leaves(state)[0].shape[0]
+    if layers == "unroll":
+        for index, part in enumerate(unstack(state, num_layers)):
+            x = layer(x, part, index)
+        return x
+    indices = jnp.arange(num_layers)
+    return jax.lax.scan(lambda x, part: (layer(x, *part), None), x, (state, indices))[0]
+
+
+def unstack(tree: typing.PyTree, num_layers: int) -> list[typing.PyTree]:
+    """Splits stacked leaves [L, ...] into L trees, with one stack as the gradient.
+
+    Autodiff of L slices would add up L arrays of the whole size.
+
+    Args:
+        tree: Leaves with a leading layer axis.
+        num_layers: L.
+
+    Returns:
+        A list of L trees.
+
+    Example:
+        >>> [part["w"].shape for part in unstack({"w": jnp.ones((2, 3))}, 2)]
+        [(3,), (3,)]
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    parts = [_unstack(num_layers, leaf) for leaf in leaves]
+    return [jax.tree.unflatten(treedef, part) for part in zip(*parts, strict=True)]
+
+
+def _unstack_leaf(num_layers, leaf):
+    return tuple(leaf[index] for index in range(num_layers))
+
+
+def _unstack_forward(num_layers, leaf):
+    return _unstack_leaf(num_layers, leaf), None
+
+
+def _unstack_backward(num_layers, _, parts):
+    return (jnp.stack(parts),)
+
+
+_unstack = jax.custom_vjp(_unstack_leaf, nondiff_argnums=(0,))
+_unstack.defvjp(_unstack_forward, _unstack_backward)
+
+
+def check_sizes(
+    *, width: int, num_heads: int, num_layers: int, dropout_rate, layers, remat, **sizes
+):
+    """Raises a ValueError that says which size or choice of a model is not possible.
+
+    Args:
+        width: D.
+        num_heads: H.
+        num_layers: L.
+        dropout_rate: A probability.
+        layers: How the stack runs.
+        remat: What is recomputed.
+        **sizes: Further integers that must be at least 1.
+
+    Raises:
+        ValueError: As said.
+
+    Example:
+        >>> check_sizes(width=8, num_heads=2, num_layers=1, dropout_rate=0.0,
+        ...             layers="scan", remat=None)
+    """
+    positive = dict(sizes, width=width, num_heads=num_heads, num_layers=num_layers)
+    for name, value in positive.items():
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if width % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide width={width}; every head needs "
+            "width / num_heads channels."
+        )
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(f"dropout_rate={dropout_rate} must be at least 0 and below 1.")
+    if layers not in ("scan", "unroll"):
+        raise ValueError(f"layers={layers!r} is unknown; use 'scan' or 'unroll'.")
+    if remat not in (None, "block"):
+        raise ValueError(f"remat={remat!r} is unknown; use None or 'block'.")
