@@ -74,20 +74,40 @@ def files_fingerprint(files: collections.abc.Iterable[str], *settings: Any) -> s
     return digest.hexdigest()
 
 
+def require_field(
+    present: collections.abc.Iterable[str], field: str, where: str
+) -> None:
+    """Raise a ValueError that names the fields there are unless one is ``field``."""
+    names = sorted(map(str, present))
+    if field not in names:
+        raise ValueError(
+            f"{where} has no field {field!r}; its fields are: "
+            f"{', '.join(names) or 'none'}. Pass field=... with one of them."
+        )
+
+
 def text_of(record: dict[str, Any], field: str, where: str) -> str:
     """Return ``record[field]``, or raise a ValueError naming the fields there are."""
-    if field not in record:
-        present = ", ".join(sorted(map(str, record))) or "none"
-        raise ValueError(
-            f"{where} has no field {field!r}; its fields are: {present}. "
-            f"Pass field=... with one of them."
-        )
+    require_field(record, field, where)
     value = record[field]
     if not isinstance(value, str):
         raise ValueError(
             f"{where}: field {field!r} holds {type(value).__name__}, not text."
         )
     return value
+
+
+def texts_fingerprint(source: Any) -> str:
+    """Return the source's own fingerprint, or the sha256 of all its texts."""
+    fingerprint = getattr(source, "fingerprint", None)
+    if isinstance(fingerprint, str):
+        return fingerprint
+    digest = hashlib.sha256()
+    for index in range(len(source)):
+        text = source[index]["text"].encode("utf-8")
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    return digest.hexdigest()
 
 
 class MemorySource:
