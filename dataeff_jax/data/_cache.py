@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from dataeff_jax.data import _publish, _tokenizers
+from dataeff_jax.data import _publish, _sources, _tokenizers
 
 FORMAT = "dataeff_jax.tokens"
 VERSION = 1
@@ -33,23 +33,14 @@ _CHECKED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 2**20
 
 
+def _fingerprint(source: str, tokenizer: str) -> str:
+    return hashlib.sha256(f"{source}\n{tokenizer}".encode()).hexdigest()
+
+
 def content_hash(text: str) -> int:
     """Return the 64-bit hash of a document's text, by which documents are split."""
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
-
-
-def texts_fingerprint(source: Any) -> str:
-    """Return the source's own fingerprint, or the sha256 of all its texts."""
-    fingerprint = getattr(source, "fingerprint", None)
-    if isinstance(fingerprint, str):
-        return fingerprint
-    digest = hashlib.sha256()
-    for index in range(len(source)):
-        text = source[index]["text"].encode("utf-8")
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(text)
-    return digest.hexdigest()
 
 
 class TokenCache:
@@ -103,8 +94,7 @@ class TokenCache:
     @property
     def fingerprint(self) -> str:
         """Return the sha256 over the fingerprints of text and tokenizer."""
-        pair = f"{self.manifest['source']}\n{self.manifest['tokenizer']}"
-        return hashlib.sha256(pair.encode()).hexdigest()
+        return _fingerprint(self.manifest["source"], self.manifest["tokenizer"])
 
     def __reduce__(self):
         return (_reopen, (str(self.directory.absolute()), self.manifest["build"]))
@@ -260,12 +250,7 @@ def _chunks(
     texts, size = [], 0
     for index in range(len(source)):
         record = source[index]
-        if "text" not in record:
-            raise ValueError(
-                f"Record {index} has no field 'text'; its fields are: "
-                f"{', '.join(sorted(record))}."
-            )
-        texts.append(record["text"])
+        texts.append(_sources.text_of(record, "text", f"Record {index}"))
         size += len(texts[-1])
         if size >= num_characters:
             yield texts
@@ -336,6 +321,31 @@ def _open_fitting(
     return cache
 
 
+def cache_directory(
+    base: str | os.PathLike, source: Any, tokenizer: _tokenizers.Tokenizer
+) -> pathlib.Path:
+    """Return a folder of ``base`` whose name tells text and tokenizer apart.
+
+    With it, runs with other texts or tokenizers keep their caches side by side.
+
+    Args:
+      base: the folder of all caches.
+      source: as for ``tokenize``.
+      tokenizer: as for ``tokenize``.
+
+    Returns:
+      What to pass to ``tokenize`` as ``directory``.
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> source = data.MemorySource(["a text"])
+      >>> data.cache_directory("base", source, data.ByteTokenizer()).as_posix()
+      'base/tokens-33fefa301a878621'
+    """
+    name = _fingerprint(_sources.texts_fingerprint(source), tokenizer.fingerprint)
+    return pathlib.Path(base) / f"tokens-{name[:16]}"
+
+
 def tokenize(
     source: Any,
     tokenizer: _tokenizers.Tokenizer,
@@ -383,7 +393,7 @@ def tokenize(
     if not len(source):
         raise ValueError("The source is empty; there is nothing to tokenize.")
     if source_fingerprint is None:
-        source_fingerprint = texts_fingerprint(source)
+        source_fingerprint = _sources.texts_fingerprint(source)
     fits = (source_fingerprint, tokenizer.fingerprint)
     _publish.remove_leftovers(directory)
     if directory.exists() and any(directory.iterdir()):

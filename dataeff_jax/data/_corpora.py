@@ -58,6 +58,9 @@ _CORPORA = {
 }
 
 
+CORPORA = tuple(_CORPORA)
+
+
 class CorpusSource(_sources.MemorySource):
     """The documents of a named corpus, in memory; ``fingerprint`` is its checksum."""
 

@@ -85,48 +85,47 @@ class PackedRows:
         length = self._length
         begin = index * length
         filled = min(length, self.num_targets - begin)
-        stream, heads = self._read(begin, begin + filled + 1)
-        pad = (0, length - filled)
-        end_of_text = self._documents.end_of_text
-        tokens = np.pad(stream[:-1], pad, constant_values=end_of_text)
+        stream, heads = self._read(begin, length, filled)
         row = {
-            "tokens": tokens,
-            "targets": np.pad(stream[1:], pad, constant_values=end_of_text),
+            "tokens": stream[:-1],
+            "targets": stream[1:],
             "sample_id": np.int64(index),
         }
         if self._segments == "document":
-            row |= _segments(heads[heads < filled], filled, length)
+            row |= _segments(heads, filled, length)
         if self._keep_remainder:
             row["weights"] = (np.arange(length) < filled).astype(np.float32)
         return row
 
-    def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``stream[begin:end]`` and where in it documents (or it) start."""
-        stream = np.full(end - begin, self._documents.end_of_text, np.int32)
+    def _read(
+        self, begin: int, length: int, filled: int
+    ) -> tuple[np.ndarray, list[int]]:
+        """Return ``stream[begin : begin + length + 1]`` and where its segments start.
+
+        Only the first ``filled + 1`` are of the stream, the rest is end_of_text.
+        """
+        stream = np.full(length + 1, self._documents.end_of_text, np.int32)
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         heads = [0]
-        for document in itertools.count(first):
+        for document in range(first, len(self._documents)):
             # The document's first token lies at `body`, which may be before `begin`.
             body = int(self._starts[document]) + 1 - begin
+            if body > filled:
+                break
             if body > 1:
                 heads.append(body - 1)
-            if body >= len(stream) or document == len(self._documents):
-                break
             tokens = self._documents[document]
             skipped = max(0, -body)
-            piece = tokens[skipped : max(skipped, len(stream) - body)]
+            piece = tokens[skipped : filled + 1 - body]
             stream[body + skipped : body + skipped + len(piece)] = piece
-        return stream, np.array(heads)
+        return stream, heads
 
 
-def _segments(heads: np.ndarray, filled: int, length: int) -> dict[str, np.ndarray]:
+def _segments(heads: list[int], filled: int, length: int) -> dict[str, np.ndarray]:
     """Return segment_ids and positions of a row whose segments start at ``heads``."""
-    starts = np.zeros(length, np.int32)
-    starts[heads] = 1
-    segment_ids = np.cumsum(starts, dtype=np.int32)
-    positions = np.arange(length) - heads[segment_ids - 1]
-    inside = np.arange(length) < filled
-    return {
-        "segment_ids": np.where(inside, segment_ids, 0).astype(np.int32),
-        "positions": np.where(inside, positions, 0).astype(np.int32),
-    }
+    segment_ids = np.zeros(length, np.int32)
+    positions = np.zeros(length, np.int32)
+    for number, (head, end) in enumerate(itertools.pairwise([*heads, filled]), start=1):
+        segment_ids[head:end] = number
+        positions[head:end] = np.arange(end - head, dtype=np.int32)
+    return {"segment_ids": segment_ids, "positions": positions}

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from dataeff_jax.data import _sources
+
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = {"dataeff_jax_tokenizer": "bytes", "version": 1, "end_of_text": 256}
 
@@ -71,21 +73,16 @@ class ByteTokenizer:
 
     def decode(self, ids: Any) -> str:
         """Return the text of ``ids``; broken UTF-8 shows as U+FFFD."""
-        pieces = []
-        for end in np.split(np.asarray(ids), _after(ids, self.end_of_text)):
-            body = end[end < 256].astype(np.uint8).tobytes()
-            pieces.append(body.decode("utf-8", errors="replace"))
-            pieces.append(END_OF_TEXT if len(end) and end[-1] >= 256 else "")
-        return "".join(pieces)
+        ids = np.asarray(ids)
+        texts = np.split(ids, np.flatnonzero(ids == self.end_of_text))
+        return END_OF_TEXT.join(
+            text[text < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+            for text in texts
+        )
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the tokenizer to one JSON file."""
         _write(path, json.dumps(_BYTES))
-
-
-def _after(ids: Any, token: int) -> np.ndarray:
-    """Return the positions that follow each ``token``."""
-    return np.flatnonzero(np.asarray(ids) >= token) + 1
 
 
 def _write(path: str | os.PathLike, content: str) -> None:
@@ -226,6 +223,36 @@ def _read(path: str | os.PathLike) -> str:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a tokenizer.json.")
     return path.read_text(encoding="utf-8")
+
+
+def trained_tokenizer(
+    source: Any, vocab_size: int, directory: str | os.PathLike
+) -> BPETokenizer:
+    """Train a ``BPETokenizer`` on a source, or load the one that was trained before.
+
+    Args:
+      source: records with ``"text"``.
+      vocab_size: as for ``BPETokenizer.train``.
+      directory: where tokenizers are kept; the file's name tells text and size.
+
+    Returns:
+      The tokenizer.
+
+    Example:
+      >>> import tempfile
+      >>> from dataeff_jax import data
+      >>> source = data.MemorySource(["to be or not to be"])
+      >>> data.trained_tokenizer(source, 260, tempfile.mkdtemp()).vocab_size
+      260
+    """
+    name = {"source": _sources.texts_fingerprint(source), "vocab_size": vocab_size}
+    path = pathlib.Path(directory) / f"bpe-{vocab_size}-{_fingerprint(name)[:16]}.json"
+    if path.is_file():
+        return BPETokenizer.load(path)
+    texts = (source[index]["text"] for index in range(len(source)))
+    tokenizer = BPETokenizer.train(texts, vocab_size=vocab_size)
+    tokenizer.save(path)
+    return tokenizer
 
 
 def load_tokenizer(path: str | os.PathLike) -> ByteTokenizer | BPETokenizer:
