@@ -1,6 +1,7 @@
 """The n-gram baselines equal a term-by-term transcription of their formulas."""
 
 import collections
+import itertools
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ from experiments import ngram_baselines
 
 def kneser_ney(stream, vocab_size, context, token):
     """p(token | context) by Chen and Goodman's equations, counted with dictionaries."""
-    bigrams = collections.Counter(zip(stream[:-1], stream[1:], strict=True))
+    bigrams = collections.Counter(itertools.pairwise(stream))
 
     def discount(counts):
         n1 = sum(1 for count in counts if count == 1)
