@@ -1,1 +1,24 @@
 """Meshes, shardings, per-device gradients and processes."""
+
+from dataeff_jax.distributed._grad import local_value_and_grad, vary
+from dataeff_jax.distributed._mesh import (
+    HOST_KEYS,
+    check_batch_size,
+    data_mesh,
+    replicate,
+    shard_batch,
+    to_host,
+)
+from dataeff_jax.distributed._specs import specs_of
+
+__all__ = [
+    "HOST_KEYS",
+    "check_batch_size",
+    "data_mesh",
+    "local_value_and_grad",
+    "replicate",
+    "shard_batch",
+    "specs_of",
+    "to_host",
+    "vary",
+]

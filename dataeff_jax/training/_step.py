@@ -1,0 +1,249 @@
+"""The data-parallel training step: one ``jit(shard_map(body))``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dataeff_jax import distributed, typing
+from dataeff_jax.training import _state
+
+Metrics = dict[str, jax.Array]
+
+
+def row_keys(
+    key: typing.KeyArray, batch_rows: int, axis_name: typing.AxisName | None
+) -> typing.KeyArray:
+    """Makes one key for each row that this device holds.
+
+    The key is folded with the row's slot in the global batch, never with the device, so
+    that random draws do not depend on the number of devices.
+
+    Args:
+      key: key of the step.
+      batch_rows: rows on this device.
+      axis_name: the mesh axis; None means one device.
+
+    Returns:
+      keys[batch_rows].
+
+    Example:
+      >>> row_keys(jax.random.key(0), 3, None).shape
+      (3,)
+    """
+    first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * batch_rows
+    slots = first + jnp.arange(batch_rows)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, slots)
+
+
+def _micro_batches(tree, count: int):
+    """Cuts the rows of each leaf: [B, ...] -> [count, B / count, ...]."""
+    return jax.tree.map(
+        lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), tree
+    )
+
+
+def _sums(loss_fn, params, batch, keys, axis_name, accumulation_steps):
+    """Sums loss, weight and gradient over this device's rows, in float32.
+
+    Returns (loss_sum, weight_sum, grads, static_weight); static_weight is the sum of
+    weights where the loss function gives a Python number, else None.
+    """
+    static = []  # filled while tracing
+
+    def loss_of(params, batch, keys):
+        loss_sum, weight = loss_fn(params, batch, keys)
+        if isinstance(weight, int | float):
+            static[:] = [float(weight)]
+        weight = distributed.vary(jnp.float32(weight), axis_name)
+        return loss_sum.astype(jnp.float32), weight
+
+    grad_of = distributed.local_value_and_grad(
+        loss_of, axis_name=axis_name, has_aux=True
+    )
+
+    def of_micro_batch(batch, keys):
+        (loss, weight), grads = grad_of(params, batch, keys)
+        loss, grads = distributed.vary((loss, grads), axis_name)
+        return loss, weight, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+    if accumulation_steps == 1:
+        total = of_micro_batch(batch, keys)
+    else:
+
+        def add(total, micro):
+            return jax.tree.map(jnp.add, total, of_micro_batch(*micro)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        start = distributed.vary((jnp.float32(0), jnp.float32(0), zeros), axis_name)
+        micros = _micro_batches((batch, keys), accumulation_steps)
+        total, _ = jax.lax.scan(add, start, micros)
+    return *total, (static[0] * accumulation_steps if static else None)
+
+
+def _norm_metrics(opt_state) -> Metrics:
+    """The gradient norm, where a link of the chain keeps one."""
+    found = optax.tree.get_all_with_path(opt_state, "global_norm")
+    return {"grad_norm": found[0][1]} if found else {}
+
+
+def _body(loss_fn, tx, axis_name, accumulation_steps):
+    """Makes the step of one device."""
+
+    def body(state, batch, key, extra_args):
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        keys = row_keys(jax.random.fold_in(key, state.step), rows, axis_name)
+        loss_sum, weight_sum, grads, static_weight = _sums(
+            loss_fn, state.params, batch, keys, axis_name, accumulation_steps
+        )
+        # N * d(loss_sum) / W, so that the mean over N devices is the exact global mean.
+        if static_weight is not None:
+            scale = jnp.float32(1 / static_weight)
+        elif axis_name is None:
+            scale = 1 / jnp.where(weight_sum > 0, weight_sum, 1)
+        else:
+            total = jax.lax.psum(weight_sum, axis_name)
+            scale = jax.lax.axis_size(axis_name) / jnp.where(total > 0, total, 1)
+        grads = jax.tree.map(
+            lambda g, p: (g * scale).astype(p.dtype), grads, state.params
+        )
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, **extra_args
+        )
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss_sum": loss_sum, "weight_sum": weight_sum}
+        metrics |= _norm_metrics(opt_state)
+        metrics = jax.tree.map(
+            lambda x: distributed.vary(x, axis_name)[None], metrics
+        )  # [1] on a device, [N] together
+        return _state.TrainState(state.step + 1, params, opt_state), metrics
+
+    return body
+
+
+def _check_rows(batch, num_devices: int, accumulation_steps: int) -> None:
+    rows = {name: jnp.shape(value)[:1] for name, value in batch.items()}
+    if not rows or len(set(rows.values())) != 1 or not all(rows.values()):
+        raise ValueError(
+            f"a batch is a dict of arrays with one number of rows, but got {rows}."
+        )
+    distributed.check_batch_size(
+        next(iter(rows.values()))[0],
+        num_devices=num_devices,
+        accumulation_steps=accumulation_steps,
+    )
+
+
+def _axis_size(axis_name: str) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis_name not in mesh.shape:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh {dict(mesh.shape)};"
+            " call the step inside jax.set_mesh(distributed.data_mesh()), or pass"
+            " axis_name=None for one device."
+        )
+    return mesh.shape[axis_name]
+
+
+def _sharded(body, state, batch, rest, axis_name):
+    """Runs the body on every device, state as its types say, rows cut over the axis."""
+    batch = jax.sharding.reshard(batch, jax.P(axis_name))
+    state_specs = distributed.specs_of(state)
+    run = jax.shard_map(
+        body,
+        in_specs=(state_specs, jax.P(axis_name), jax.P(), jax.P()),
+        out_specs=(state_specs, jax.P(axis_name)),
+    )
+    try:
+        return run(state, batch, *rest)
+    except ValueError as error:
+        if "out_specs" in str(error):
+            error.add_note(
+                "The new state differs between devices: put"
+                f" optimizers.pmean_grads({axis_name!r}) first in the optimizer chain."
+            )
+        raise
+
+
+def data_parallel_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    axis_name: str | None = "data",
+    accumulation_steps: int = 1,
+):
+    """Builds a training step that is compiled once and donates its state.
+
+    Each device takes the gradient of its own rows, scaled so that the plain mean over
+    devices is the gradient of ``sum(loss) / sum(weight)`` over the global batch. The
+    one collective on gradients is the link of ``tx`` that communicates
+    (``optimizers.pmean_grads``); where weights are traced one scalar is summed besides.
+    Micro-batches are summed in float32 and count as one optimizer step. Row r of the
+    batch gets the key ``fold_in(fold_in(key, step), r)``, whatever the devices and
+    micro-batches.
+
+    Args:
+      loss_fn: ``(params, batch, keys) -> (loss_sum, weight_sum)`` over the rows given;
+        float32[] each, weight_sum may be a Python number (then it must not depend on
+        the rows). ``keys`` has one key a row.
+      tx: the optimizer, with a link that communicates over ``axis_name``.
+      axis_name: mesh axis of the rows; None means one device and no mesh.
+      accumulation_steps: micro-batches a batch is cut into on each device.
+
+    Returns:
+      A jitted ``step(state, batch, key, **extra) -> (state, metrics)``; ``extra`` goes
+      to ``tx.update`` (``learning_rate=...``). Metrics are ``loss_sum``, ``weight_sum``
+      (and ``grad_norm`` where ``tx`` clips), float32[N], one entry a device;
+      :func:`read_metrics` averages them. ``step.lower(...)`` compiles ahead.
+
+    Raises:
+      ValueError: if accumulation_steps is not positive; by the step, before it
+        compiles, if rows do not divide by devices x accumulation_steps.
+
+    Example:
+      >>> loss_fn = lambda w, batch, keys: (jnp.sum((batch["x"] * w) ** 2), 2)
+      >>> tx = optax.sgd(0.25)
+      >>> step = data_parallel_step(loss_fn, tx, axis_name=None)
+      >>> state = _state.TrainState.create(jnp.ones(()), tx)
+      >>> state, metrics = step(state, {"x": jnp.ones(2)}, jax.random.key(0))
+      >>> float(state.params), read_metrics(metrics)["loss"]
+      (0.5, 1.0)
+    """
+    if accumulation_steps < 1:
+        raise ValueError(f"accumulation_steps={accumulation_steps} must be at least 1.")
+    tx = optax.with_extra_args_support(tx)
+    body = _body(loss_fn, tx, axis_name, accumulation_steps)
+
+    def step(state, batch, key, **extra_args):
+        num_devices = 1 if axis_name is None else _axis_size(axis_name)
+        _check_rows(batch, num_devices, accumulation_steps)
+        if axis_name is None:
+            return body(state, batch, key, extra_args)
+        return _sharded(body, state, batch, (key, extra_args), axis_name)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def read_metrics(metrics: Metrics) -> dict[str, float]:
+    """Fetches a step's metrics and averages them over devices, in float64.
+
+    Waits for the step, so call it only when logging. In a run of several processes all
+    must call it together.
+
+    Args:
+      metrics: what a step returned, float32[N] each.
+
+    Returns:
+      ``loss`` (per unit of weight), ``weight`` and the others as Python floats.
+
+    Example:
+      >>> read_metrics({"loss_sum": jnp.array([1.0, 5.0]), "weight_sum": jnp.ones(2)})
+      {'loss': 3.0, 'weight': 2.0}
+    """
+    host = {k: v.astype("float64") for k, v in distributed.to_host(metrics).items()}
+    loss, weight = host.pop("loss_sum").sum(), host.pop("weight_sum").sum()
+    # A batch without any weight has no loss, which is not the same as an infinite one.
+    values = {"loss": float(loss / weight) if weight else 0.0, "weight": float(weight)}
+    return values | {name: float(value.mean()) for name, value in host.items()}
