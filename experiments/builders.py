@@ -4,7 +4,8 @@ A block ``{name, kwargs}`` is resolved by attribute on a fixed list of namespace
 new optimizer, schedule or model needs no entry here.
 """
 
-import pathlib
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,17 +19,19 @@ from experiments import checks
 # Arguments that a builder passes itself; a config may not set them as well.
 _GIVEN = {
     "model": ("vocab_size", "rngs"),
-    "optimizer": ("learning_rate", "mask", "weight_decay_mask", "stacked"),
+    "optimizer": ("learning_rate", "mask", "is_stacked"),
     "schedule": ("total",),
 }
 
 
 class Corpus(NamedTuple):
-    """The tokenized documents of a run."""
+    """The tokenized documents of a run, as rows to train and to evaluate on."""
 
     tokenizer: data.Tokenizer
+    vocab_size: int  # of the model: the tokenizer's, and a mask token where one is used
     train: data.PackedRows
     validation: data.PackedRows
+    transform: Callable[[dict, int], dict] | None  # what becomes of a row when drawn
 
 
 def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
@@ -61,30 +64,58 @@ def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
 
 
 def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
-    """Reads, tokenizes (once, then from the cache), splits and packs the documents."""
+    """Reads, tokenizes (once, then from the cache), splits and packs the documents.
+
+    Args:
+      config: the configuration.
+      progress: called as ``progress(documents_done, num_documents)`` while tokenizing.
+
+    Raises:
+      ValueError: for a corpus that is missing, empty or too small.
+    """
     settings = config.data
     source = _source(settings)
-    cache_dir = pathlib.Path(settings.cache_dir)
-    tokenizer = _tokenizer(settings.tokenizer, source, cache_dir)
-    cache = data.tokenize(source, tokenizer, cache_dir, progress=progress)
+    tokenizer = _tokenizer(settings, source)
+    directory = data.cache_directory(settings.cache_dir, source, tokenizer)
+    cache = data.tokenize(source, tokenizer, directory, progress=progress)
     train, validation = data.split_documents(
         cache, validation_fraction=settings.validation_fraction, seed=config.seed
     )
     rows = dict(length=settings.seq_len, segments=settings.segments)
+    vocab_size, transform = tokenizer.vocab_size, None
+    if settings.mask_rate:
+        vocab_size += 1
+        transform = functools.partial(
+            data.mask_tokens,
+            seed=config.seed,
+            mask_token=tokenizer.vocab_size,
+            vocab_size=vocab_size,
+            special_tokens=(tokenizer.end_of_text,),
+            mask_rate=settings.mask_rate,
+        )
     return Corpus(
         tokenizer,
+        vocab_size,
         data.PackedRows(train, **rows),
         data.PackedRows(validation, keep_remainder=True, **rows),
+        transform,
     )
+
+
+def resolved(config: ml_collections.ConfigDict, *, vocab_size: int) -> dict:
+    """The config as plain values, with the model's sizes that the data decides."""
+    result = config.to_dict()
+    kwargs = result["model"]["kwargs"]
+    kwargs["vocab_size"] = vocab_size
+    kwargs.setdefault("max_length", config.data.seq_len)
+    return result
 
 
 def model(config: ml_collections.ConfigDict, *, vocab_size: int) -> nnx.Module:
     """The model, its parameters drawn from ``config.seed``."""
-    constructor = getattr(models, config.model.name)
-    kwargs = dict(config.model.kwargs)
-    kwargs.setdefault("max_length", config.data.seq_len)
-    return constructor(
-        vocab_size=vocab_size, rngs=nnx.Rngs(config.seed), **kwargs
+    block = resolved(config, vocab_size=vocab_size)["model"]
+    return getattr(models, block["name"])(
+        rngs=nnx.Rngs(config.seed), **block["kwargs"]
     )
 
 
@@ -104,12 +135,12 @@ def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
     taken = checks.argument_names(constructor)
     if "mask" in taken and "weight_decay" in taken:
         kwargs["mask"] = models.decay_mask(params)
-    if "stacked" in taken:
-        kwargs["stacked"] = models.stacked_mask(params)
+    if "is_stacked" in taken:
+        kwargs["is_stacked"] = models.is_stacked
     links = [optimizers.pmean_grads(axis_name)]
     if config.optimizer.max_grad_norm:
         links.append(optimizers.clip_by_global_norm(config.optimizer.max_grad_norm))
-    links.append(optimizers.with_learning_rate_argument(constructor, **kwargs))
+    links.append(optimizers.with_learning_rate(constructor, **kwargs))
     return optax.chain(*links)
 
 
@@ -157,9 +188,11 @@ def _source(settings):
     return data.open_source(settings.name, settings.path, field=settings.field)
 
 
-def _tokenizer(settings, source, cache_dir: pathlib.Path):
-    if settings.name == "bytes":
+def _tokenizer(settings, source):
+    name = settings.tokenizer.name
+    if name == "bytes":
         return data.ByteTokenizer()
-    if settings.name == "bpe":
-        return data.trained_tokenizer(source, settings.vocab_size, cache_dir)
-    return data.load_tokenizer(settings.name)
+    if name == "bpe":
+        size = settings.tokenizer.vocab_size
+        return data.trained_tokenizer(source, size, settings.cache_dir)
+    return data.load_tokenizer(name)
