@@ -26,6 +26,10 @@ from dataeff_jax.data import _publish, _sources, _tokenizers
 FORMAT = "dataeff_jax.tokens"
 VERSION = 1
 ARRAYS = ("tokens.npy", "offsets.npy", "hashes.npy")
+_FIELDS = (
+    *("build", "num_documents", "num_tokens", "vocab_size", "end_of_text"),
+    *("source", "tokenizer", "files"),
+)
 
 # Files up to this size are checked whole, larger ones in blocks spread over them, so
 # that opening a cache of a terabyte reads 64 MiB of it.
@@ -147,9 +151,11 @@ def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
     content = path.read_bytes()
     try:
         manifest = json.loads(content)
-    except json.JSONDecodeError:
+        if not isinstance(manifest, dict):
+            raise ValueError("no object")
+    except ValueError:
         raise ValueError(
-            f"{path} is damaged ({len(content)} bytes, not valid JSON). {_rebuild()}"
+            f"{path} is damaged ({len(content)} bytes, no JSON object). {_rebuild()}"
         ) from None
     found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, VERSION):
@@ -157,6 +163,10 @@ def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
             f"{path} has format {found}, this version reads {(FORMAT, VERSION)}. "
             f"{_rebuild()}"
         )
+    needed = {*_FIELDS, *(f"files/{name}" for name in ARRAYS)}
+    present = {*manifest, *(f"files/{name}" for name in manifest.get("files", ()))}
+    if missing := sorted(needed - present):
+        raise ValueError(f"{path} lacks {', '.join(missing)}. {_rebuild()}")
     return manifest
 
 
