@@ -163,8 +163,11 @@ class Checkpoints:
         """
         if step in self._manager.all_steps():
             return False
-        items = {k: ocp.args.StandardSave(v) for k, v in _items(state).items()}
-        items["loop"] = ocp.args.JsonSave({"step": step, **loop})
+        items: dict[str, ocp.args.CheckpointArgs] = {
+            "loop": ocp.args.JsonSave({"step": step, **loop})
+        }
+        for name, leaves in _items(state).items():
+            items[name] = ocp.args.StandardSave(leaves)
         # Forced, since the caller decides when to save.
         return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 

@@ -1,6 +1,6 @@
 """The data-parallel training step: one ``jit(shard_map(body))``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -226,24 +226,45 @@ def data_parallel_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def read_metrics(metrics: Metrics) -> dict[str, float]:
-    """Fetches a step's metrics and averages them over devices, in float64.
+def read_pending(pending: Mapping[int, Metrics]) -> dict[int, dict[str, float]]:
+    """Fetches the metrics of several steps at once, averaged over devices in float64.
 
-    Waits for the step, so call it only when logging. In a run of several processes all
+    Waits for the steps, so call it only when logging. In a run of several processes all
     must call it together.
 
     Args:
-      metrics: what a step returned, float32[N] each.
+      pending: step -> what the step returned, float32[N] each.
 
     Returns:
-      ``loss`` (per unit of weight), ``weight`` and the others as Python floats.
+      step -> ``loss`` (per unit of weight), ``weight`` and the others as floats.
+
+    Example:
+      >>> sums = {"loss_sum": jnp.array([1.0, 5.0]), "weight_sum": jnp.ones(2)}
+      >>> read_pending({7: sums})
+      {7: {'loss': 3.0, 'weight': 2.0}}
+    """
+    return {k: _averages(v) for k, v in distributed.to_host(dict(pending)).items()}
+
+
+def _averages(metrics) -> dict[str, float]:
+    host = {name: value.astype("float64") for name, value in metrics.items()}
+    loss, weight = host.pop("loss_sum").sum(), host.pop("weight_sum").sum()
+    # Rows without any weight have no loss, which is not the same as an infinite one.
+    values = {"loss": float(loss / weight) if weight else 0.0, "weight": float(weight)}
+    return values | {name: float(value.mean()) for name, value in host.items()}
+
+
+def read_metrics(metrics: Metrics) -> dict[str, float]:
+    """Fetches the metrics of one step, as :func:`read_pending` does.
+
+    Args:
+      metrics: what the step returned, float32[N] each.
+
+    Returns:
+      ``loss`` (per unit of weight), ``weight`` and the others as floats.
 
     Example:
       >>> read_metrics({"loss_sum": jnp.array([1.0, 5.0]), "weight_sum": jnp.ones(2)})
       {'loss': 3.0, 'weight': 2.0}
     """
-    host = {k: v.astype("float64") for k, v in distributed.to_host(metrics).items()}
-    loss, weight = host.pop("loss_sum").sum(), host.pop("weight_sum").sum()
-    # A batch without any weight has no loss, which is not the same as an infinite one.
-    values = {"loss": float(loss / weight) if weight else 0.0, "weight": float(weight)}
-    return values | {name: float(value.mean()) for name, value in host.items()}
+    return read_pending({0: metrics})[0]
