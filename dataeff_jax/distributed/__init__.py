@@ -9,12 +9,17 @@ from dataeff_jax.distributed._mesh import (
     shard_batch,
     to_host,
 )
+from dataeff_jax.distributed._processes import guard, initialize
 from dataeff_jax.distributed._specs import specs_of
+from dataeff_jax.distributed._watch import Watch
 
 __all__ = [
     "HOST_KEYS",
+    "Watch",
     "check_batch_size",
     "data_mesh",
+    "guard",
+    "initialize",
     "local_value_and_grad",
     "replicate",
     "shard_batch",
