@@ -51,7 +51,12 @@ def base() -> ml_collections.ConfigDict:
     config.compression = None
     config.sparsity = None
     config.train = dict(num_steps=1000, log_every_steps=20)
-    config.eval = dict(every_steps=200, batch_size=32, max_rows=-1)  # -1: all rows
+    config.eval = dict(
+        every_steps=200,
+        batch_size=32,
+        max_rows=-1,  # -1: all rows
+        compare_with_ngrams=False,  # at the end, with what counting reaches
+    )
     config.checkpoint = dict(every_steps=200, keep=2)
     return config.lock()
 

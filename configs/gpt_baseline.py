@@ -22,6 +22,7 @@ def get_config(arg=None):
     )
     config.train.num_steps = 700
     config.schedule.kwargs.update(peak_value=2e-3, warmup=70)
+    config.eval.compare_with_ngrams = True
     if arg.tiny:
         config.data.update(seq_len=32, batch_size=8)
         config.data.tokenizer.vocab_size = 512

@@ -60,6 +60,7 @@ def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
         num_devices=result.size,
         accumulation_steps=config.optimizer.accumulation_steps,
     )
+    distributed.check_batch_size(config.eval.batch_size, num_devices=result.size)
     return result
 
 
@@ -114,9 +115,7 @@ def resolved(config: ml_collections.ConfigDict, *, vocab_size: int) -> dict:
 def model(config: ml_collections.ConfigDict, *, vocab_size: int) -> nnx.Module:
     """The model, its parameters drawn from ``config.seed``."""
     block = resolved(config, vocab_size=vocab_size)["model"]
-    return getattr(models, block["name"])(
-        rngs=nnx.Rngs(config.seed), **block["kwargs"]
-    )
+    return getattr(models, block["name"])(rngs=nnx.Rngs(config.seed), **block["kwargs"])
 
 
 def schedule(config: ml_collections.ConfigDict):
@@ -179,7 +178,9 @@ def _resolve(name: str, block: str, *namespaces):
         if callable(found) and not name.startswith("_"):
             return found
     choices = {n for s in namespaces for n in getattr(s, "__all__", dir(s))}
-    raise ValueError(f"{block}.name={name!r} is unknown; {checks.nearest(name, choices)}")
+    raise ValueError(
+        f"{block}.name={name!r} is unknown; {checks.nearest(name, choices)}"
+    )
 
 
 def _source(settings):

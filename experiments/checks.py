@@ -32,7 +32,7 @@ def unknown_key(config: ml_collections.ConfigDict, key: str) -> str:
     section = config
     for part in filter(None, parent.split(".")):
         section = section.get(part) if hasattr(section, "get") else None
-    choices = sorted(section) if hasattr(section, "keys") else sorted(config)
+    choices = sorted(config if section is None else section)
     return f"there is no key {key!r}; allowed here: {', '.join(choices)}"
 
 
@@ -49,17 +49,14 @@ def argument_problems(function, kwargs, *, where: str, given=()) -> list[str]:
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = argument_names(function)
     allowed = [n for n in names if n not in given]
-    problems = []
+    problems, misfits = [], []
     for name, value in kwargs.items():
         if name in given:
             problems.append(f"{where}.{name} is set elsewhere in the config; remove it")
         elif name not in names and not open_ended:
-            near = difflib.get_close_matches(name, allowed, n=1)
+            near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {allowed}"
-            problems.append(
-                f"{where}.{name} does not fit {function.__name__}; {hint} "
-                f"(drop it with --config.{where}={{}} or change the name back)"
-            )
+            misfits.append(f"{where}.{name} does not fit {function.__name__}; {hint}")
         elif name in names and not _fits(value, parameters[name]):
             problems.append(
                 f"{where}.{name}={value!r} is {type(value).__name__}, "
@@ -69,7 +66,9 @@ def argument_problems(function, kwargs, *, where: str, given=()) -> list[str]:
         required = parameter.default is parameter.empty
         if name in allowed and required and name not in kwargs:
             problems.append(f"{where}.{name} is missing: {function.__name__} needs it")
-    return problems
+    if misfits:
+        misfits[-1] += f" (--config.{where}={{}} drops them all)"
+    return problems + misfits
 
 
 def argument_names(function) -> list[str]:
@@ -79,7 +78,7 @@ def argument_names(function) -> list[str]:
 
 
 def nearest(name: str, choices) -> str:
-    """`` Did you mean ...?`` for a name that is not among ``choices``, or the choices."""
+    """``did you mean ...?`` where ``choices`` has a similar name, else all of them."""
     near = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"

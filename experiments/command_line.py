@@ -79,7 +79,7 @@ def load_config(reference: str) -> ml_collections.ConfigDict:
 
 
 def apply_overrides(config: ml_collections.ConfigDict, overrides: list[str]):
-    """Applies ``--config.a.b=value`` texts; returns the problems found, as sentences."""
+    """Applies ``--config.a.b=value`` texts; returns sentences about problems."""
     problems, seen = [], set()
     for override in overrides:
         key, equals, text = override.removeprefix("--config.").partition("=")

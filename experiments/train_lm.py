@@ -7,23 +7,29 @@ events, plots and a summary. Started again with the same work directory, the run
 after its newest complete checkpoint, exactly.
 """
 
+import contextlib
+import dataclasses
+import importlib.metadata
 import json
 import logging
 import pathlib
 import platform
 import sys
 import time
-from importlib import metadata
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
+import optax
 from flax import nnx
 
+import dataeff_jax
 from dataeff_jax import data, distributed, training
 from experiments import builders, command_line, ngram_baselines
 
-log = logging.getLogger("train_lm")
+log = logging.getLogger(__name__)
 
 # Keys that cannot change the trajectory: a run may go on with others.
 FREE_KEYS = (
@@ -35,6 +41,9 @@ FREE_KEYS = (
     "checkpoint",
 )
 
+# Steps that the device is given ahead of the host, so that it never waits for it.
+STEPS_IN_FLIGHT = 2
+
 
 def train_and_evaluate(
     config: ml_collections.ConfigDict,
@@ -42,8 +51,8 @@ def train_and_evaluate(
     *,
     profile_steps: tuple[int, int] | None = None,
     accept_config_changes: bool = False,
-) -> dict:
-    """Trains as ``config`` says and returns the final metrics.
+) -> dict[str, Any]:
+    """Trains as ``config`` says and returns the last line of the log.
 
     Args:
       config: a configuration of the schema in ``configs/common.py``.
@@ -53,8 +62,7 @@ def train_and_evaluate(
       accept_config_changes: go on with a checkpoint whose config differs.
 
     Returns:
-      The summary that is also written to ``summary.json``: ``step``,
-      ``validation_loss``, ``perplexity``, the ledger's counts and the n-gram bars.
+      ``step``, the ledger's counts, ``validation_loss`` and so on.
 
     Raises:
       ValueError: for a config that cannot run, before anything is computed.
@@ -62,19 +70,394 @@ def train_and_evaluate(
         sample ids, and the newest checkpoint is the last good one.
     """
     builders.check_config(config)
-    with jax.set_mesh(builders.mesh(config)):
-        run = Run(config, pathlib.Path(workdir).absolute(), accept_config_changes)
-        return run.train(profile_steps)
+    with distributed.guard() as watch, jax.set_mesh(builders.mesh(config)):
+        watch.report(None, "set up")
+        run = set_up(config, workdir, accept_config_changes=accept_config_changes)
+        return run.train(watch, profile_steps=profile_steps)
 
 
+def set_up(
+    config: ml_collections.ConfigDict,
+    workdir: str | pathlib.Path,
+    *,
+    accept_config_changes: bool = False,
+) -> "Run":
+    """Builds everything that a run needs, or raises a ValueError that says why not."""
+    workdir = pathlib.Path(workdir).absolute()
+
+    # Data.
+    corpus = builders.corpus(config, progress=_tokenizing)
+    resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
+    stored = workdir / training.CONFIG_FILE
+    if stored.is_file() and not accept_config_changes:
+        old = json.loads(stored.read_text())
+        training.check_same_config(old, resolved, free=FREE_KEYS)
+
+    # Model and optimizer.
+    model = builders.model(config, vocab_size=corpus.vocab_size)
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss_fn(params, batch, keys):
+        return nnx.merge(graphdef, params).loss(batch, keys=keys)
+
+    tx = builders.optimizer(config, params)
+    state = training.TrainState.create(params, tx)
+
+    # Restore.
+    checkpoints = training.Checkpoints(
+        workdir / training.CHECKPOINT_DIRECTORY, keep=config.checkpoint.keep
+    )
+    restored = checkpoints.restore_latest(state)
+    if restored is not None:
+        state, loop = restored
+        log.info("going on after step %d of %s", loop["step"], workdir)
+    else:
+        loop: dict[str, Any] = {"step": 0, "seconds": 0.0}
+        loop["ledger"] = training.Ledger().to_json()
+    if jax.process_index() == 0:
+        _write_files(workdir, resolved, corpus.tokenizer)
+
+    # Step.
+    step_fn = training.data_parallel_step(
+        loss_fn, tx, accumulation_steps=config.optimizer.accumulation_steps
+    )
+    return Run(
+        config=config,
+        resolved=resolved,
+        workdir=workdir,
+        corpus=corpus,
+        model=model,
+        loss_fn=loss_fn,
+        step_fn=step_fn,
+        schedule=builders.schedule(config),
+        checkpoints=checkpoints,
+        restored=restored is not None,
+        state=state,
+        step=loop["step"],
+        ledger=training.Ledger.from_json(loop["ledger"]),
+        seconds=loop["seconds"],
+    )
+
+
+@dataclasses.dataclass
 class Run:
-    """One run: what it is made of, and the loop over its steps."""
+    """What a run is made of, where it stands, and the loop over its steps."""
 
-    def __init__(self, config, workdir: pathlib.Path, accept_config_changes: bool):
-        self.config, self.workdir = config, workdir
-        # Data.
-        self.corpus = builders.corpus(config)
-        self.schedule = builders.schedule(config)
-        # Model and optimizer.
-        model = builders.model(config, vocab_size=self.corpus.tokenizer.vocab_size)
-        ...
+    config: ml_collections.ConfigDict
+    resolved: dict[str, Any]
+    workdir: pathlib.Path
+    corpus: builders.Corpus
+    model: nnx.Module
+    loss_fn: Callable[..., Any]
+    step_fn: Callable[..., Any]
+    schedule: Callable[[int], float]
+    checkpoints: training.Checkpoints
+    restored: bool
+    # Where it stands.
+    state: training.TrainState
+    step: int  # steps done
+    ledger: training.Ledger
+    seconds: float  # spent on steps; compiling, evaluating and saving left out
+    data_seconds: float = 0.0  # of this session, blocked on the next batch
+    learning_rate: float = 0.0  # of the last step
+    pending: dict[int, Any] = dataclasses.field(default_factory=dict)  # unread metrics
+
+    def train(
+        self,
+        watch: distributed.Watch,
+        *,
+        profile_steps: tuple[int, int] | None = None,
+    ) -> dict[str, Any]:
+        """Takes the steps that are left, then writes the plots and the summary."""
+        num_steps = self.config.train.num_steps
+        logger = training.MetricsLogger(
+            self.workdir, restored_step=self.step if self.restored else None
+        )
+        with self.checkpoints, logger, contextlib.closing(self._prefetch()) as batches:
+            if not self.restored:
+                watch.report(0, "evaluate")
+                logger.log(0, self.ledger.to_json() | self.evaluate())
+            if self.step < num_steps:
+                watch.report(self.step, "compile")
+                self._compile()
+            # The clocks start here: compiling is no part of the rate.
+            progress = training.Progress(num_steps, start=self.step)
+            began = time.monotonic()
+            while self.step < num_steps and not watch.stop_requested(self.step):
+                watch.report(self.step, "train")
+                if profile_steps and self.step == profile_steps[0]:
+                    jax.profiler.start_trace(str(self.workdir / "profile"))
+                self._take_step(batches)
+                if profile_steps and self.step > profile_steps[1]:
+                    jax.block_until_ready(self.state)
+                    jax.profiler.stop_trace()
+                    profile_steps = None
+                due = self._due()
+                if due:
+                    metrics = self._settle()
+                    self.seconds += time.monotonic() - began
+                    self._act(due, metrics, watch, logger, progress)
+                    began = time.monotonic()
+            progress.close()
+            if self.step < num_steps:
+                if self.pending:
+                    self._settle()
+                self._save()
+                log.info("stopped after step %d, which is saved", self.step)
+        return self._finish()
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and perplexity on the validation rows, every token once."""
+        settings = self.config.eval
+        batches = data.evaluation_batches(
+            self.corpus.validation,
+            batch_size=settings.batch_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            transform=self.corpus.transform,
+        )
+        if settings.max_rows >= 0:
+            batches = batches[: -(-settings.max_rows // settings.batch_size)]
+        with contextlib.closing(data.prefetch(batches)) as iterator:
+            found = training.evaluate(self.loss_fn, self.state.params, iterator)
+        return {
+            "validation_loss": found["loss"],
+            "perplexity": found["perplexity"],
+            "validation_tokens": found["tokens"],
+        }
+
+    @property
+    def key(self) -> jax.Array:
+        """What the step folds its number into; never changes."""
+        return jax.random.key(self.config.seed)
+
+    @property
+    def batches(self):
+        """The batch of every step; this process's rows."""
+        return self._batches(jax.process_index(), jax.process_count())
+
+    def _batches(self, process_index: int, process_count: int):
+        batch_size = self.config.data.batch_size
+        return data.batches(
+            self.corpus.train,
+            batch_size=batch_size,
+            seed=self.config.seed,
+            process_index=process_index,
+            process_count=process_count,
+            # Not 0 where an earlier session had another batch size.
+            first_sample=self.ledger.samples - self.step * batch_size,
+            transform=self.corpus.transform,
+        )
+
+    def _prefetch(self):
+        return data.prefetch(
+            self.batches,
+            start_step=self.step,
+            num_workers=self.config.data.num_workers,
+        )
+
+    def _compile(self) -> None:
+        """Compiles the step before the clock of the run starts."""
+        began = time.monotonic()
+        batch = distributed.shard_batch(self.batches[self.step])
+        self.step_fn = self.step_fn.lower(
+            self.state, batch, self.key, learning_rate=np.float32(0)
+        ).compile()
+        log.info("compiled the step in %.1f s", time.monotonic() - began)
+
+    def _take_step(self, batches) -> None:
+        """Gives the device one more step; does not wait for it."""
+        began = time.monotonic()
+        batch = next(batches)
+        self.data_seconds += time.monotonic() - began
+        clock = {"steps": self.step, "tokens": self.ledger.tokens}
+        self.learning_rate = float(self.schedule(clock[self.config.schedule.clock]))
+        self.state, metrics = self.step_fn(
+            self.state,
+            distributed.shard_batch(batch),
+            self.key,
+            learning_rate=np.float32(self.learning_rate),
+        )
+        self.step += 1
+        self.pending[self.step] = metrics
+        rows, length = self.config.data.batch_size, self.config.data.seq_len
+        self.ledger = self.ledger.add(
+            samples=rows,
+            tokens=rows * length,
+            layer_tokens=rows * length * self.model.num_layers,
+            flops=rows * self.model.train_flops(length),
+        )
+        # Bounds what is queued on the device without ever leaving it idle.
+        jax.block_until_ready(self.pending.get(self.step - STEPS_IN_FLIGHT))
+
+    def _due(self) -> set[str]:
+        """What is to be done after this step."""
+        every = {
+            "log": self.config.train.log_every_steps,
+            "evaluate": self.config.eval.every_steps,
+            "save": self.config.checkpoint.every_steps,
+        }
+        last = self.step == self.config.train.num_steps
+        return {name for name, steps in every.items() if last or not self.step % steps}
+
+    def _settle(self) -> dict[str, float]:
+        """Waits for the steps taken; raises if one has gone wrong."""
+        values = training.read_pending(self.pending)
+        self.pending.clear()
+        values[self.step]["parameter_norm"] = float(_norm(self.state.params))
+        training.check_finite(values, sample_ids=self._sample_ids)
+        return values[self.step]
+
+    def _sample_ids(self, step: int):
+        """Ids of the rows, over all processes, that step number ``step`` fed."""
+        return self._batches(0, 1)[step - 1]["sample_id"]
+
+    def _act(self, due, metrics, watch, logger, progress) -> None:
+        """Logs, evaluates and saves; a line is written before its checkpoint."""
+        line = {
+            **{k: v for k, v in metrics.items() if k != "weight"},
+            "learning_rate": self.learning_rate,
+            **self.ledger.to_json(),
+        }
+        if "evaluate" in due:
+            watch.report(self.step, "evaluate")
+            line |= self.evaluate()
+        progress.update(self.step, loss=line["loss"])
+        if due & {"log", "evaluate"}:
+            rate = progress.steps_per_second or 0.0
+            tokens = self.config.data.batch_size * self.config.data.seq_len
+            line |= {
+                "seconds": self.seconds,
+                "data_seconds": self.data_seconds,
+                "steps_per_second": rate,
+                "tokens_per_second": rate * tokens,
+            }
+            logger.log(self.step, line)
+        if "save" in due:
+            watch.report(self.step, "save")
+            self._save()
+
+    def _save(self) -> None:
+        loop = {
+            "ledger": self.ledger.to_json(),
+            "seconds": self.seconds,
+            "config": self.resolved,
+            "config_hash": training.config_hash(self.resolved, free=FREE_KEYS),
+        }
+        self.checkpoints.save(self.step, self.state, loop)
+
+    def _finish(self) -> dict[str, Any]:
+        """Draws the plots, prints the summary, and returns the last line."""
+        if jax.process_index() != 0:
+            return {}
+        records = training.read_log(self.workdir)
+        runs = {self.workdir.name: records}
+        plot = training.plot_runs(runs, self.workdir / "loss.png")
+        summary = training.summary_table(runs)
+        if self.config.eval.compare_with_ngrams:
+            summary += "\n\n" + _ngram_table(self.corpus, records)
+        (self.workdir / "summary.txt").write_text(summary + "\n")
+        print(f"\n{summary}\n\nplot: {plot}")
+        return records[-1]
+
+
+@jax.jit
+def _norm(params):
+    return optax.tree.norm(params)
+
+
+def _ngram_table(corpus: builders.Corpus, records) -> str:
+    """What counting reaches on the same validation tokens, beside the model."""
+    streams = (corpus.train.documents, corpus.validation.documents)
+    losses = ngram_baselines.ngram_losses(
+        *map(ngram_baselines.token_stream, streams), vocab_size=corpus.vocab_size
+    )
+    found = [r["validation_loss"] for r in records if "validation_loss" in r]
+    rows = {
+        "ln(vocabulary)": losses.uniform,
+        "this model, before training": found[0],
+        "unigram model": losses.unigram,
+        "Kneser-Ney bigram model": losses.bigram,
+        "this model, trained": found[-1],
+    }
+    lines = [f"  {name:<28} {loss:6.3f}" for name, loss in rows.items()]
+    return "validation loss, nats a token:\n" + "\n".join(lines)
+
+
+def _tokenizing(done: int, total: int) -> None:
+    print(f"\rtokenized {done:,} of {total:,} documents", end="", file=sys.stderr)
+    if done == total:
+        print(file=sys.stderr)
+
+
+def _write_files(workdir: pathlib.Path, resolved: dict, tokenizer) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions |= {"dataeff_jax": dataeff_jax.__version__}
+    versions |= {"python": platform.python_version(), "platform": platform.platform()}
+    for name, content in (
+        (training.CONFIG_FILE, resolved),
+        ("versions.json", versions),
+    ):
+        (workdir / name).write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save(workdir / "tokenizer.json")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """Reads ``FIRST:LAST``."""
+    first, _, last = text.partition(":")
+    steps = int(first), int(last or first)
+    if not 0 <= steps[0] <= steps[1]:
+        raise ValueError
+    return steps
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parses the flags, connects the processes and trains."""
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--workdir", required=True, help="where the run's files lie")
+    parser.add_argument(
+        "--profile_steps",
+        type=_steps,
+        metavar="FIRST:LAST",
+        help="write a profiler trace of these steps to WORKDIR/profile",
+    )
+    parser.add_argument(
+        "--accept_config_changes",
+        action="store_true",
+        help="go on although the config differs from the checkpoint's",
+    )
+    group = parser.add_argument_group(
+        "several processes (or COORDINATOR, NUM_PROCESSES and PROCESS_ID)"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT")
+    group.add_argument("--num_processes", type=int)
+    group.add_argument("--process_id", type=int)
+    flags = command_line.parse(parser, argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
+    try:
+        distributed.initialize(
+            flags.coordinator,
+            num_processes=flags.num_processes,
+            process_id=flags.process_id,
+        )
+        mesh = builders.mesh(flags.config)
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    with distributed.guard() as watch, jax.set_mesh(mesh):
+        watch.report(None, "set up")
+        try:
+            run = set_up(
+                flags.config,
+                flags.workdir,
+                accept_config_changes=flags.accept_config_changes,
+            )
+        except ValueError as error:
+            parser.exit(2, f"{parser.prog}: {error}\n")
+        run.train(watch, profile_steps=flags.profile_steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,8 @@ FLOORS = [
     {"aot"},
     {"testing"},
     {"__init__"},
-    {"configs", "experiments"},
+    {"configs"},
+    {"experiments"},
 ]
 HEIGHT = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 

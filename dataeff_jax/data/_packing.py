@@ -61,7 +61,7 @@ class PackedRows:
             raise ValueError(f"length={length} must be at least 1.")
         if segments not in ("document", "row"):
             raise ValueError(f"segments={segments!r} must be 'document' or 'row'.")
-        self._documents = documents
+        self.documents = documents
         self._length = length
         self._segments = segments
         self._keep_remainder = keep_remainder
@@ -104,17 +104,17 @@ class PackedRows:
 
         Only the first ``filled + 1`` are of the stream, the rest is end_of_text.
         """
-        stream = np.full(length + 1, self._documents.end_of_text, np.int32)
+        stream = np.full(length + 1, self.documents.end_of_text, np.int32)
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         heads = [0]
-        for document in range(first, len(self._documents)):
+        for document in range(first, len(self.documents)):
             # The document's first token lies at `body`, which may be before `begin`.
             body = int(self._starts[document]) + 1 - begin
             if body > filled:
                 break
             if body > 1:
                 heads.append(body - 1)
-            tokens = self._documents[document]
+            tokens = self.documents[document]
             skipped = max(0, -body)
             piece = tokens[skipped : filled + 1 - body]
             stream[body + skipped : body + skipped + len(piece)] = piece
