@@ -57,7 +57,9 @@ class GPT(nn.Module):
 
 def decayed(model):
     plain = [p for n, p in model.named_parameters() if p.ndim < 2 or "positions" in n]
-    rest = [p for n, p in model.named_parameters() if p.ndim > 1 and "positions" not in n]
+    rest = [
+        p for n, p in model.named_parameters() if p.ndim > 1 and "positions" not in n
+    ]
     return [{"params": rest}, {"params": plain, "weight_decay": 0.0}]
 
 
@@ -133,7 +135,9 @@ def main():
         pieces["compiled"] = make_step(c, compiled=True)[0]
     for piece in pieces.values():
         piece(), piece()
-    print(json.dumps({"version": torch.__version__, "pieces": list(pieces)}), flush=True)
+    print(
+        json.dumps({"version": torch.__version__, "pieces": list(pieces)}), flush=True
+    )
     for line in sys.stdin:
         request = json.loads(line)
         seconds = []

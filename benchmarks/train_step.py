@@ -36,7 +36,9 @@ MALLOC = (
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch-python", help="a Python that has torch; None: ours only")
+    parser.add_argument(
+        "--torch-python", help="a Python that has torch; None: ours only"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pieces", action="store_true", help="time the pieces as well")
     parser.add_argument("--compile", action="store_true", help="torch.compile as well")
@@ -229,7 +231,9 @@ def report(times, threads, options, torch):
     if torch:
         steps = [k for k in median if k[1] in ("eager", "compiled")]
         best = min(steps, key=median.__getitem__)
-        ratios = [b / a for a, b in zip(times["ours", "step"], times[best], strict=True)]
+        ratios = [
+            b / a for a, b in zip(times["ours", "step"], times[best], strict=True)
+        ]
         result["torch"] = torch.about["version"]
         result["tokens_per_second"]["torch " + best[1]] = round(tokens / median[best])
         result["ours_over_torch"] = round(statistics.median(ratios), 3)

@@ -73,7 +73,9 @@ def test_imports_point_down(path):
         other = imported_room(name)
         if other is None or other == room:
             continue
-        assert HEIGHT[other] < HEIGHT[room], f"{room} imports {name} from above or beside"
+        assert HEIGHT[other] < HEIGHT[room], (
+            f"{room} imports {name} from above or beside"
+        )
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
