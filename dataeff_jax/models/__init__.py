@@ -4,6 +4,7 @@ from dataeff_jax.models._attention import attention
 from dataeff_jax.models._block import Block, make_blocks, run_blocks
 from dataeff_jax.models._loss import classification_loss, cross_entropy, num_correct
 from dataeff_jax.models._params import decay_mask, is_stacked
+from dataeff_jax.models._pretrained import load_safetensors, save_safetensors
 from dataeff_jax.models._sizes import sizes
 from dataeff_jax.models._transformer import BERT, GPT
 from dataeff_jax.models._vit import ViT
@@ -18,8 +19,10 @@ __all__ = [
     "cross_entropy",
     "decay_mask",
     "is_stacked",
+    "load_safetensors",
     "make_blocks",
     "num_correct",
     "run_blocks",
+    "save_safetensors",
     "sizes",
 ]
