@@ -7,6 +7,7 @@ decides, so one integer resumes a run, on any number of processes.
 """
 
 import collections.abc
+import functools
 import sys
 from typing import Any
 
@@ -36,6 +37,7 @@ def _slots(batch_size: int, process_index: int, process_count: int) -> range:
     return range(process_index * local, (process_index + 1) * local)
 
 
+@functools.lru_cache(maxsize=16)
 def epoch_seed(seed: int, epoch: int) -> int:
     """Return the 32-bit seed of an epoch's permutation.
 

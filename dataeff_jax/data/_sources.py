@@ -2,7 +2,7 @@
 
 A source is any object with ``__len__`` and ``__getitem__(index) -> dict`` that pickles:
 what ``grain.MapDataset.source`` takes. Records of text have the key ``"text"``. File
-sources keep 8 bytes an entry in memory and read the rest when it is asked for.
+sources keep 16 bytes a record in memory and read the rest when it is asked for.
 """
 
 import collections.abc
@@ -154,7 +154,7 @@ class MemorySource:
 
 
 class _Pieces:
-    """Byte ranges of files: piece i is ``ends[i - 1]`` to ``ends[i]`` after cleaning.
+    """Byte ranges of files, found by ``scan(file) -> int64[pieces, 2]``.
 
     Files are read with ``pread``, which threads may share; descriptors are opened at
     the first use in each process and do not travel when the object is pickled.
