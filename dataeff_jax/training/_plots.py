@@ -4,8 +4,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib.figure
-
 Records = Sequence[Mapping[str, Any]]
 
 # Field of a line, label of the axis.
@@ -59,6 +57,8 @@ def plot_runs(
     """
     if not runs:
         raise ValueError("there is no run to plot.")
+    import matplotlib.figure  # takes a second, and most programs never plot
+
     figure = matplotlib.figure.Figure(figsize=(11, 7), layout="constrained")
     for axes, (field, label) in zip(figure.subplots(2, 2).flat, _AXES, strict=True):
         for index, (name, records) in enumerate(runs.items()):
