@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _NAMESPACES = (
     "aot",
+    "collectives",
     "data",
     "distributed",
     "models",
