@@ -10,7 +10,17 @@ from dataeff_jax.data import _cache, _sources
 
 
 class Documents(Protocol):
-    """Tokenized documents, as ``PackedRows`` takes them."""
+    """Tokenized documents, as ``PackedRows`` takes them.
+
+    ``TokenCache``, ``DocumentSubset`` and ``TokenDocuments`` are such; so is anything
+    with these members.
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> documents: data.Documents = data.TokenDocuments([[1, 2]], end_of_text=0)
+      >>> len(documents), documents[0].tolist()
+      (1, [1, 2])
+    """
 
     end_of_text: int
 
@@ -66,6 +76,12 @@ class DocumentSubset:
     Args:
       cache: the cache, or any ``Documents``.
       indices: which of its documents, int64[n].
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> documents = data.TokenDocuments([[1], [2, 3], [4]], end_of_text=0)
+      >>> data.DocumentSubset(documents, indices=[1, 2]).lengths.tolist()
+      [2, 1]
     """
 
     def __init__(self, cache: Documents, *, indices: Any):
@@ -144,7 +160,21 @@ def split_documents(
 
 
 class RowSubset:
-    """A fixed random part of any rows; repeating and reshuffling never leave it."""
+    """A fixed random part of any rows; repeating and reshuffling never leave it.
+
+    Args:
+      rows: the whole.
+      start: first place of the part in a keyed permutation of the rows.
+      stop: the place after its last.
+      seed: of the permutation.
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> rows = data.MemorySource({"labels": np.arange(4)})
+      >>> halves = [data.RowSubset(rows, start=s, stop=s + 2, seed=0) for s in (0, 2)]
+      >>> sorted(int(half[i]["sample_id"]) for half in halves for i in range(2))
+      [0, 1, 2, 3]
+    """
 
     def __init__(self, rows: Any, *, start: int, stop: int, seed: int):
         self._rows = rows

@@ -118,6 +118,16 @@ class ArrayRecordSource:
     Raises:
       ValueError: a missing path or package, no record, or a first record without
         ``field``.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from array_record.python.array_record_module import ArrayRecordWriter
+      >>> from dataeff_jax import data
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "some.array_record"
+      >>> writer = ArrayRecordWriter(str(file), "group_size:1")
+      >>> _ = writer.write(b"Hello."), writer.close()
+      >>> data.ArrayRecordSource(file)[0]
+      {'text': 'Hello.'}
     """
 
     def __init__(self, paths: _sources.Paths, *, field: str | None = None):
@@ -164,6 +174,16 @@ class HuggingFaceSource:
 
     Raises:
       ValueError: a missing folder, package, split or column, or no row.
+
+    Example:
+      >>> import tempfile
+      >>> import datasets
+      >>> from dataeff_jax import data
+      >>> datasets.disable_progress_bars()
+      >>> folder = tempfile.mkdtemp()
+      >>> datasets.Dataset.from_dict({"text": ["Hello."]}).save_to_disk(folder)
+      >>> data.HuggingFaceSource(folder)[0]
+      {'text': 'Hello.'}
     """
 
     def __init__(
