@@ -254,7 +254,7 @@ class _ArrayWriter:
 
 
 def _chunks(
-    source: Any, num_characters: int = 2**22
+    source: Any, num_characters: int = 2**20
 ) -> collections.abc.Iterator[list[str]]:
     """Yield lists of texts of about ``num_characters``: bounded memory, full cores."""
     texts, size = [], 0
@@ -367,7 +367,7 @@ def tokenize(
 ) -> TokenCache:
     """Tokenize a source into a cache on disk, or open the cache that is there.
 
-    Memory stays bounded by a few million characters and the longest document. Several
+    Memory stays bounded by a million characters or the longest document. Several
     processes may call this at once for one directory: one build wins, whole, and the
     others open it. What a killed process has left is never read, and the next call
     removes it.

@@ -62,7 +62,19 @@ CORPORA = tuple(_CORPORA)
 
 
 class CorpusSource(_sources.MemorySource):
-    """The documents of a named corpus, in memory; ``fingerprint`` is its checksum."""
+    """The documents of a named corpus, in memory; ``corpus`` makes one.
+
+    Args:
+      name: of the corpus.
+      texts: its documents.
+      fingerprint: its checksum.
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> source = data.corpus("chitchat")
+      >>> source.name, source.fingerprint[:8]
+      ('chitchat', 'd2a5d0bf')
+    """
 
     def __init__(self, name: str, texts: list[str], fingerprint: str):
         super().__init__(texts)

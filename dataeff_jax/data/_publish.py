@@ -54,9 +54,11 @@ def remove_leftovers(directory: pathlib.Path) -> None:
     for lock in _siblings(directory, "lock"):
         descriptor = _try_lock(lock, create=False)
         if descriptor is not None:
-            for kind in ("new", "old"):
-                remains = lock.with_name(lock.name.removesuffix("lock") + kind)
-                shutil.rmtree(remains, ignore_errors=True)
+            # Killed between its two renames: what it moved away is whole, and returns.
+            with contextlib.suppress(OSError):
+                os.rename(lock.with_suffix(".old"), directory.absolute())
+            for kind in (".new", ".old"):
+                shutil.rmtree(lock.with_suffix(kind), ignore_errors=True)
             lock.unlink(missing_ok=True)
             os.close(descriptor)
 
@@ -108,6 +110,12 @@ def publish(
 
 def is_being_replaced(directory: pathlib.Path) -> bool:
     """Return whether ``directory`` is missing because a live writer swaps it."""
-    return not directory.exists() and any(
-        lock.with_suffix(".old").exists() for lock in _siblings(directory, "lock")
-    )
+    if directory.exists():
+        return False
+    for lock in _siblings(directory, "lock"):
+        if lock.with_suffix(".old").exists():
+            descriptor = _try_lock(lock, create=False)
+            if descriptor is None:
+                return True
+            os.close(descriptor)
+    return False

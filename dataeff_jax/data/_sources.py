@@ -23,7 +23,21 @@ _BLANK_LINE = re.compile(rb"\r?\n[ \t]*\r?\n\s*")
 
 
 class Source(Protocol):
-    """Records by position, as ``grain.MapDataset.source`` takes them."""
+    """Records by position, as ``grain.MapDataset.source`` takes them.
+
+    Your own class needs these two methods and has to pickle. Give it a ``fingerprint``
+    (a text that changes when the content does) if reading all of it is slow.
+
+    Example:
+      >>> class Numbers:
+      ...     def __len__(self):
+      ...         return 3
+      ...     def __getitem__(self, index):
+      ...         return {"text": f"number {index}"}
+      >>> import grain
+      >>> grain.MapDataset.source(Numbers())[2]
+      {'text': 'number 2'}
+    """
 
     def __len__(self) -> int:
         """Return the number of records."""

@@ -19,14 +19,14 @@ from dataeff_jax.data import _sources
 FORMATS = ("text", "jsonl", "parquet", "array_record", "huggingface")
 
 
-def _optional(module: str, extra: str) -> Any:
+def _optional(module: str, package: str) -> Any:
     """Import an optional package, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
             f"Reading this needs {module.partition('.')[0]}; install it with: "
-            f"pip install 'dataeff-jax[{extra}]'"
+            f"pip install '{package}'"
         ) from error
 
 
@@ -54,7 +54,7 @@ class ParquetSource:
     """
 
     def __init__(self, paths: _sources.Paths, *, field: str = "text"):
-        parquet = _optional("pyarrow.parquet", "parquet")
+        parquet = _optional("pyarrow.parquet", "dataeff-jax[parquet]")
         self._files = _sources.existing_files(paths, suffixes=(".parquet",))
         self._field = field
         self._groups, sizes = [], []
@@ -89,7 +89,7 @@ class ParquetSource:
 
     def _read(self, group: int) -> list[Any]:
         file, number = self._groups[group]
-        parquet = _optional("pyarrow.parquet", "parquet")
+        parquet = _optional("pyarrow.parquet", "dataeff-jax[parquet]")
         with parquet.ParquetFile(file) as opened:
             table = opened.read_row_group(number, columns=[self._field])
         return table.column(self._field).to_pylist()
@@ -118,6 +118,16 @@ class ArrayRecordSource:
     Raises:
       ValueError: a missing path or package, no record, or a first record without
         ``field``.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from array_record.python.array_record_module import ArrayRecordWriter
+      >>> from dataeff_jax import data
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "some.array_record"
+      >>> writer = ArrayRecordWriter(str(file), "group_size:1")
+      >>> _ = writer.write(b"Hello."), writer.close()
+      >>> data.ArrayRecordSource(file)[0]
+      {'text': 'Hello.'}
     """
 
     def __init__(self, paths: _sources.Paths, *, field: str | None = None):
@@ -164,6 +174,16 @@ class HuggingFaceSource:
 
     Raises:
       ValueError: a missing folder, package, split or column, or no row.
+
+    Example:
+      >>> import tempfile
+      >>> import datasets
+      >>> from dataeff_jax import data
+      >>> datasets.disable_progress_bars()
+      >>> folder = tempfile.mkdtemp()
+      >>> datasets.Dataset.from_dict({"text": ["Hello."]}).save_to_disk(folder)
+      >>> data.HuggingFaceSource(folder)[0]
+      {'text': 'Hello.'}
     """
 
     def __init__(
@@ -179,7 +199,7 @@ class HuggingFaceSource:
             raise ValueError(f"No row in {path}: the source is empty.")
 
     def _open(self) -> None:
-        datasets = _optional("datasets", "huggingface")
+        datasets = _optional("datasets", "dataeff-jax[huggingface]")
         if not pathlib.Path(self._path).is_dir():
             raise ValueError(f"{self._path} does not exist; give a saved dataset.")
         found = datasets.load_from_disk(self._path)

@@ -21,7 +21,17 @@ _BYTES = {"dataeff_jax_tokenizer": "bytes", "version": 1, "end_of_text": 256}
 
 
 class Tokenizer(Protocol):
-    """What the rest of the library asks of a tokenizer."""
+    """What the rest of the library asks of a tokenizer.
+
+    Anything with these members serves; ``fingerprint`` has to differ between tokenizers
+    that encode differently, since it decides whether a token cache is reused.
+
+    Example:
+      >>> from dataeff_jax import data
+      >>> tokenizer: data.Tokenizer = data.ByteTokenizer()
+      >>> [tokens.tolist() for tokens in tokenizer.encode_batch(["a", "bc"])]
+      [[97], [98, 99]]
+    """
 
     vocab_size: int
     end_of_text: int
@@ -183,6 +193,10 @@ class BPETokenizer:
     def save(self, path: str | os.PathLike) -> None:
         """Write the tokenizer to one JSON file."""
         _write(path, self._tokenizer.to_str())
+
+    def token_id(self, token: str) -> int | None:
+        """Return the number of a token, for example ``"[MASK]"``; None if unknown."""
+        return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of ``text``, int32[n], without end_of_text."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from dataeff_jax import data
+from dataeff_jax.data import _splits
 
 ROOT = pathlib.Path(data.__file__).parents[2]
 # Hypothesis's own deadline is a wall-clock assertion.
@@ -68,31 +69,18 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_orders_are_pinned():
     # A change would alter the batches of every run that is resumed after it.
     order = global_ids(10, batch_size=10, seed=0, step=0)
-    assert order == [
-        5,
-        8,
-        9,
-        7,
-        4,
-        2,
-        1,
-        0,
-        3,
-        6,
-    ]
+    assert order == [3, 2, 1, 8, 5, 4, 9, 7, 0, 6]
     order = global_ids(10, batch_size=10, seed=7, step=3)
-    assert order == [
-        9,
-        8,
-        4,
-        0,
-        2,
-        1,
-        3,
-        7,
-        6,
-        5,
-    ]
+    assert order == [8, 1, 6, 5, 9, 3, 0, 4, 2, 7]
+    order = global_ids(5000, batch_size=6, seed=3, step=2)
+    assert order == [1555, 1275, 3068, 279, 4627, 2790]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 70_001])
+def test_permutations_of_short_and_long_ranges_are_permutations(count):
+    order = [_splits.permuted(i, count, 5) for i in range(count)]
+    assert sorted(order) == list(range(count))
+    assert count < 3 or order != [_splits.permuted(i, count, 6) for i in range(count)]
 
 
 def test_without_a_seed_rows_come_in_order():
@@ -356,7 +344,7 @@ def launched(tmp_path_factory):
     }
     try:
         yield {
-            name: (*process.communicate(timeout=300), process.returncode)
+            name: (*process.communicate(timeout=600), process.returncode)
             for name, process in processes.items()
         }
     finally:

@@ -378,6 +378,43 @@ def test_remains_of_a_killed_writer_are_never_read_and_are_removed(directory):
     np.testing.assert_array_equal(cache[2], TOKENIZER.encode(TEXTS[2]))
 
 
+def test_killed_between_the_two_renames_of_a_replacement_the_old_cache_returns(
+    directory,
+):
+    old = data.tokenize(source(), TOKENIZER, directory)
+    stem = directory.parent / f".{directory.name}.0123456789abcdef"
+    directory.rename(f"{stem}.old")
+    pathlib.Path(f"{stem}.new").mkdir()
+    pathlib.Path(f"{stem}.lock").touch()
+    with pytest.raises(ValueError, match="is no token cache"):
+        data.TokenCache(directory)
+    again = data.tokenize(source(), TOKENIZER, directory)
+    assert again.manifest == old.manifest
+    assert siblings(directory) == []
+
+
+def test_many_builds_at_once_give_one_whole_cache(directory):
+    texts = [[f"text {i} of {side}" for i in range(300)] for side in "ab"]
+    built, refused = [], []
+
+    def build(side):
+        try:
+            cache = data.tokenize(source(texts[side]), TOKENIZER, directory)
+            got = [bytes(cache[i].tolist()).decode() for i in range(len(cache))]
+            built.append(got == texts[side])
+        except ValueError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=build, args=(n % 2,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built and all(built) and len(built) + len(refused) == 8
+    assert all("was made from another source" in error for error in refused)
+    assert siblings(directory) == []
+
+
 def test_lock_file_of_a_dead_process_blocks_nobody(directory):
     directory.parent.mkdir(parents=True)
     lock = directory.parent / f".{directory.name}.0123456789abcdef.lock"

@@ -304,18 +304,22 @@ def test_unknown_split_is_named_with_those_present(folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "extra"),
+    ("name", "module", "package"),
     [
-        ("parquet", "pyarrow.parquet", "parquet"),
-        ("huggingface", "datasets", "huggingface"),
+        ("parquet", "pyarrow.parquet", r"dataeff-jax\[parquet\]"),
+        ("huggingface", "datasets", r"dataeff-jax\[huggingface\]"),
+        (
+            "array_record",
+            "array_record.python.array_record_data_source",
+            "array_record",
+        ),
     ],
 )
-def test_missing_package_is_named_with_its_extra(
-    name, module, extra, folder, monkeypatch
+def test_missing_package_is_named_with_its_command(
+    name, module, package, folder, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, module, None)
-    command = rf"pip install 'dataeff-jax\[{extra}\]'"
-    with pytest.raises(ValueError, match=command):
+    with pytest.raises(ValueError, match=f"pip install '{package}'"):
         data.open_source(name, folder)
 
 

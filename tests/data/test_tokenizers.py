@@ -107,7 +107,9 @@ def test_foreign_tokenizer_needs_its_end_of_text_named(tmp_path):
     foreign.save(str(path))
     with pytest.raises(ValueError, match=r"special tokens are \['\[SEP\]'\]"):
         data.load_tokenizer(path)
-    assert data.BPETokenizer.load(path, end_of_text="[SEP]").end_of_text == 0
+    loaded = data.BPETokenizer.load(path, end_of_text="[SEP]")
+    assert loaded.end_of_text == loaded.token_id("[SEP]") == 0
+    assert loaded.token_id("[MASK]") is None
 
 
 @pytest.mark.parametrize(
