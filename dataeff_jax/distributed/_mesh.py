@@ -1,6 +1,7 @@
 """One mesh axis for data parallelism, and moving batches and parameters onto it."""
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils

@@ -1,5 +1,6 @@
 """A run of two processes, and its checkpoint in one."""
 
+import os
 import pathlib
 import socket
 import subprocess
@@ -54,6 +55,11 @@ def workdir(tmp_path_factory):
         subprocess.Popen(
             [*command, str(i), str(port), str(path)],
             cwd=ROOT,
+            env=os.environ
+            | {
+                "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -66,6 +72,7 @@ def workdir(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_two_processes_train_as_one_and_their_checkpoint_restores(workdir, devices):
     tx = optax.chain(optimizers.pmean_grads("data"), optax.adam(1e-2))
