@@ -1,6 +1,7 @@
 """One mesh axis for data parallelism, and moving batches and parameters onto it."""
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
@@ -104,7 +105,8 @@ def replicate(tree: typing.PyTree, mesh: jax.sharding.Mesh | None = None):
     Args:
       tree: arrays, of any shape and dtype.
       mesh: the mesh; None means the one entered with ``jax.set_mesh``, and outside
-        any mesh the default device.
+        any mesh the default device. Traced values are only typed, over the mesh
+        entered, so that ``jax.eval_shape`` works.
 
     Returns:
       The tree with new arrays, sharded ``P()``.
@@ -113,6 +115,8 @@ def replicate(tree: typing.PyTree, mesh: jax.sharding.Mesh | None = None):
       >>> replicate({"w": np.ones(3)}, data_mesh(1))["w"].sharding.spec
       P(None,)
     """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        return _replicate_traced(tree)
     mesh = mesh or jax.sharding.get_mesh()
     if mesh.empty:
         return _copy(tree)
@@ -128,6 +132,13 @@ def replicate(tree: typing.PyTree, mesh: jax.sharding.Mesh | None = None):
         tree = jax.tree.map(from_host, tree)
     with jax.set_mesh(mesh):
         return _copy(tree)
+
+
+def _replicate_traced(tree):
+    """Types traced values as equal everywhere, for programs compiled from shapes."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, jax.P()), tree)
 
 
 @jax.jit

@@ -7,8 +7,16 @@ import optax
 from dataeff_jax import typing
 
 
+def _differs(grad, axis_name) -> bool:
+    """Whether a value is typed as possibly different on the devices of an axis."""
+    names = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    return bool(names & set(jax.typeof(grad).manual_axis_type.varying))
+
+
 def _mean_over_devices(grads, axis_name):
     """Means over an axis; 16-bit leaves are summed in float32 and cast back."""
+    if not any(_differs(g, axis_name) for g in jax.tree.leaves(grads)):
+        return grads  # each is its own mean
     dtypes = jax.tree.map(lambda g: g.dtype, grads)
     wide = jax.tree.map(
         lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
@@ -22,7 +30,8 @@ def pmean_grads(axis_name: typing.AxisName | None) -> optax.GradientTransformati
 
     Put it first in the chain, before clipping: what follows then sees the same mean on
     every device. Compressed optimizers replace just this link. Gradients of 16 bits
-    are summed in float32 and returned in their own dtype.
+    are summed in float32 and returned in their own dtype. Gradients that are typed as
+    equal on all devices are their own mean and cost nothing.
 
     Args:
       axis_name: the mesh axis inside ``shard_map``; None means one device and no

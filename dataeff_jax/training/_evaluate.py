@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dataeff_jax import distributed, typing
+from dataeff_jax.training import _loss
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn", "axis_name"))
@@ -17,9 +18,9 @@ def _loss_sums(params, batch, *, loss_fn, axis_name):
     """Loss and weight of each device's rows, float32[N] each, without a collective."""
 
     def body(params, batch):
-        sums = loss_fn(params, batch, None)
+        sums = _loss.call_loss(loss_fn, params, batch, None)
         return jax.tree.map(
-            lambda x: distributed.vary(jnp.float32(x), axis_name)[None], tuple(sums)
+            lambda x: distributed.vary(jnp.float32(x), axis_name)[None], sums
         )
 
     if axis_name is None:
@@ -58,7 +59,8 @@ def evaluate(
       overflows), and ``tokens``, the sum of weights.
 
     Raises:
-      ValueError: if there is no batch, or no weight in any.
+      ValueError: if there is no batch, or no weight in any, or the loss function asks
+        for a key that is missing.
 
     Example:
       >>> loss_fn = lambda w, batch, keys: (w * batch["x"].sum(), batch["x"].size)

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dataeff_jax import distributed, typing
-from dataeff_jax.training import _state
+from dataeff_jax.training import _loss, _state
 
 Metrics = dict[str, jax.Array]
 
@@ -45,29 +46,35 @@ def _micro_batches(tree, count: int):
     )
 
 
+def _static_weight(weight) -> float | None:
+    """The weight as a number, where the loss function gives one that is not traced."""
+    return float(weight) if isinstance(weight, int | float | np.generic) else None
+
+
 def _sums(loss_fn, params, batch, keys, axis_name, accumulation_steps):
     """Sums loss, weight and gradient over this device's rows, in float32.
 
-    Returns (loss_sum, weight_sum, grads, static_weight); static_weight is the sum of
-    weights where the loss function gives a Python number, else None.
+    Returns (loss_sum, weight_sum, grads, normalized). Where weights are Python numbers
+    the gradient is divided by their sum already (normalized), inside the loss, which
+    costs no pass over the gradients.
     """
-    static = []  # filled while tracing
+    normalized = []  # filled while tracing
 
     def loss_of(params, batch, keys):
-        loss_sum, weight = loss_fn(params, batch, keys)
-        if isinstance(weight, int | float):
-            static[:] = [float(weight)]
-        weight = distributed.vary(jnp.float32(weight), axis_name)
-        return loss_sum.astype(jnp.float32), weight
+        loss_sum, weight = _loss.call_loss(loss_fn, params, batch, keys)
+        static = _static_weight(weight)
+        normalized[:] = [static is not None]
+        scale = 1.0 if static is None else 1 / (static * accumulation_steps)
+        return loss_sum * scale, (loss_sum, jnp.float32(weight))
 
     grad_of = distributed.local_value_and_grad(
         loss_of, axis_name=axis_name, has_aux=True
     )
 
     def of_micro_batch(batch, keys):
-        (loss, weight), grads = grad_of(params, batch, keys)
-        loss, grads = distributed.vary((loss, grads), axis_name)
-        return loss, weight, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        (_, sums), grads = grad_of(params, batch, keys)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return distributed.vary((*sums, grads), axis_name)
 
     if accumulation_steps == 1:
         total = of_micro_batch(batch, keys)
@@ -80,7 +87,18 @@ def _sums(loss_fn, params, batch, keys, axis_name, accumulation_steps):
         start = distributed.vary((jnp.float32(0), jnp.float32(0), zeros), axis_name)
         micros = _micro_batches((batch, keys), accumulation_steps)
         total, _ = jax.lax.scan(add, start, micros)
-    return *total, (static[0] * accumulation_steps if static else None)
+    return *total, normalized[0]
+
+
+def _grad_scale(weight_sum, normalized: bool, axis_name):
+    """N / W, so that the mean over N devices is the gradient of the global mean."""
+    if normalized:
+        return 1.0
+    devices, total = 1, weight_sum
+    if axis_name is not None:
+        devices = jax.lax.axis_size(axis_name)
+        total = jax.lax.psum(weight_sum, axis_name)
+    return devices / jnp.where(total > 0, total, 1)  # all rows may be padding
 
 
 def _norm_metrics(opt_state) -> Metrics:
@@ -95,17 +113,10 @@ def _body(loss_fn, tx, axis_name, accumulation_steps):
     def body(state, batch, key, extra_args):
         rows = jax.tree.leaves(batch)[0].shape[0]
         keys = row_keys(jax.random.fold_in(key, state.step), rows, axis_name)
-        loss_sum, weight_sum, grads, static_weight = _sums(
+        loss_sum, weight_sum, grads, normalized = _sums(
             loss_fn, state.params, batch, keys, axis_name, accumulation_steps
         )
-        # N * d(loss_sum) / W, so that the mean over N devices is the exact global mean.
-        if static_weight is not None:
-            scale = jnp.float32(1 / static_weight)
-        elif axis_name is None:
-            scale = 1 / jnp.where(weight_sum > 0, weight_sum, 1)
-        else:
-            total = jax.lax.psum(weight_sum, axis_name)
-            scale = jax.lax.axis_size(axis_name) / jnp.where(total > 0, total, 1)
+        scale = _grad_scale(weight_sum, normalized, axis_name)
         grads = jax.tree.map(
             lambda g, p: (g * scale).astype(p.dtype), grads, state.params
         )
@@ -147,14 +158,18 @@ def _axis_size(axis_name: str) -> int:
     return mesh.shape[axis_name]
 
 
-def _sharded(body, state, batch, rest, axis_name):
+def _sharded(make_body, state, batch, rest, axis_name):
     """Runs the body on every device, state as its types say, rows cut over the axis."""
-    batch = jax.sharding.reshard(batch, jax.P(axis_name))
+    # On an axis of one device nothing differs between devices: values typed so need no
+    # collective, which would cost a copy of the gradients.
+    one = _axis_size(axis_name) == 1
+    rows = jax.P() if one else jax.P(axis_name)
+    batch = jax.sharding.reshard(batch, rows)
     state_specs = distributed.specs_of(state)
     run = jax.shard_map(
-        body,
-        in_specs=(state_specs, jax.P(axis_name), jax.P(), jax.P()),
-        out_specs=(state_specs, jax.P(axis_name)),
+        make_body(None if one else axis_name),
+        in_specs=(state_specs, rows, jax.P(), jax.P()),
+        out_specs=(state_specs, rows),
     )
     try:
         return run(state, batch, *rest)
@@ -186,8 +201,8 @@ def data_parallel_step(
 
     Args:
       loss_fn: ``(params, batch, keys) -> (loss_sum, weight_sum)`` over the rows given;
-        float32[] each, weight_sum may be a Python number (then it must not depend on
-        the rows). ``keys`` has one key a row.
+        float32[] each, weight_sum may be a positive Python number (the same for every
+        equal number of rows). ``keys`` has one key a row.
       tx: the optimizer, with a link that communicates over ``axis_name``.
       axis_name: mesh axis of the rows; None means one device and no mesh.
       accumulation_steps: micro-batches a batch is cut into on each device.
@@ -200,7 +215,8 @@ def data_parallel_step(
 
     Raises:
       ValueError: if accumulation_steps is not positive; by the step, before it
-        compiles, if rows do not divide by devices x accumulation_steps.
+        compiles, if rows do not divide by devices x accumulation_steps, if the loss
+        function asks for a key that is missing or does not return two scalars.
 
     Example:
       >>> loss_fn = lambda w, batch, keys: (jnp.sum((batch["x"] * w) ** 2), 2)
@@ -214,14 +230,16 @@ def data_parallel_step(
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps={accumulation_steps} must be at least 1.")
     tx = optax.with_extra_args_support(tx)
-    body = _body(loss_fn, tx, axis_name, accumulation_steps)
+
+    def make_body(axis):
+        return _body(loss_fn, tx, axis, accumulation_steps)
 
     def step(state, batch, key, **extra_args):
         num_devices = 1 if axis_name is None else _axis_size(axis_name)
         _check_rows(batch, num_devices, accumulation_steps)
         if axis_name is None:
-            return body(state, batch, key, extra_args)
-        return _sharded(body, state, batch, (key, extra_args), axis_name)
+            return make_body(None)(state, batch, key, extra_args)
+        return _sharded(make_body, state, batch, (key, extra_args), axis_name)
 
     return jax.jit(step, donate_argnums=0)
 

@@ -168,6 +168,7 @@ def test_a_checkpoint_cut_off_by_sigkill_is_told_and_written_anew(
     with process:
         process.stdout.readline()
         while not list(tmp_path.glob("30.*")) and not (tmp_path / "30").exists():
+            assert process.poll() is None
             time.sleep(0.0005)
         if moment == "later":
             time.sleep(0.01)

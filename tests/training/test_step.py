@@ -168,10 +168,12 @@ def collectives(text):
     return re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
 
 
-def compiled(weighted, accumulation, loss=testing.mlp_loss):
+def compiled(weighted, accumulation, devices=8):
     tx = chain()
-    step = training.data_parallel_step(loss, tx, accumulation_steps=accumulation)
-    with jax.set_mesh(distributed.data_mesh(8)):
+    step = training.data_parallel_step(
+        testing.mlp_loss, tx, accumulation_steps=accumulation
+    )
+    with jax.set_mesh(distributed.data_mesh(devices)):
         state = training.TrainState.create(testing.mlp_params(), tx)
         batch = distributed.shard_batch(testing.mlp_batch(rows=16, weighted=weighted))
         lowered = step.lower(state, batch, jax.random.key(0), learning_rate=1e-3)
@@ -258,23 +260,6 @@ def test_accumulation_steps_must_be_positive():
         training.data_parallel_step(testing.mlp_loss, chain(), accumulation_steps=0)
 
 
-def test_the_step_compiles_ahead_from_shapes_alone():
-    tx = chain()
-    step = training.data_parallel_step(testing.mlp_loss, tx)
-    with jax.set_mesh(distributed.data_mesh(8)):
-        state = training.TrainState.create(testing.mlp_params(), tx)
-        batch = distributed.shard_batch(testing.mlp_batch())
-        key = jax.random.key(0)
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            (state, batch),
-        )
-        rate = jnp.float32(1e-3)
-        executable = step.lower(*abstract, key, learning_rate=rate).compile()
-        state, _ = executable(state, batch, key, learning_rate=rate)
-    assert int(state.step) == 1
-
-
 def test_accumulation_counts_optimizer_steps():
     tx = chain()
     step = training.data_parallel_step(testing.mlp_loss, tx, accumulation_steps=4)
@@ -285,3 +270,46 @@ def test_accumulation_counts_optimizer_steps():
             state, _ = step(state, batch, jax.random.key(0), learning_rate=1e-3)
     assert int(state.step) == 15
     assert int(optax.tree.get(state.opt_state, "count")) == 15
+
+
+def test_one_device_communicates_nothing():
+    assert collectives(compiled(False, 1, devices=1)) == []
+
+
+def test_a_key_that_the_batch_lacks_is_named_with_those_present():
+    tx = optax.sgd(0.1)
+    step = training.data_parallel_step(testing.mlp_loss, tx, axis_name=None)
+    state = training.TrainState.create(testing.mlp_params(), tx)
+    batch = {"inputs": np.zeros((2, 4), np.float32), "labels": np.zeros(2, np.int32)}
+    with pytest.raises(ValueError, match=r"'targets'.* has \['inputs', 'labels'\]"):
+        step(state, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda x: x.sum(), lambda x: (x, 2), lambda x: (x.sum(), x), lambda x: (x.sum(),)],
+    ids=["one value", "losses of rows", "weights of rows", "one in a tuple"],
+)
+def test_a_loss_that_is_no_pair_of_sums_is_refused(result):
+    tx = optax.sgd(0.1)
+    step = training.data_parallel_step(
+        lambda params, batch, keys: result(params * batch["x"]), tx, axis_name=None
+    )
+    state = training.TrainState.create(jnp.ones(()), tx)
+    with pytest.raises(ValueError, match=r"\(loss_sum, weight_sum\), two scalars"):
+        step(state, {"x": np.ones(3, np.float32)}, jax.random.key(0))
+
+
+def test_a_step_compiles_from_a_state_that_was_never_made():
+    tx = chain()
+    step = training.data_parallel_step(testing.mlp_loss, tx)
+    with jax.set_mesh(distributed.data_mesh(8)):
+        shapes = jax.eval_shape(
+            lambda params: training.TrainState.create(params, tx), testing.mlp_params()
+        )
+        batch = distributed.shard_batch(testing.mlp_batch())
+        args = batch, jax.random.key(0)
+        executable = step.lower(shapes, *args, learning_rate=1e-3).compile()
+        state = training.TrainState.create(testing.mlp_params(), tx)
+        state, _ = executable(state, *args, learning_rate=1e-3)
+    assert int(state.step) == 1
