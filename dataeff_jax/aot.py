@@ -1,7 +1,7 @@
 """Programs compiled for GPUs that are not there: memory, collectives, kernels.
 
-XLA compiles a jitted, sharded program for a *described* topology, on a machine without
-a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin without the CUDA
+XLA compiles a jitted, sharded program for a *described* topology, on a machine
+without a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin without the CUDA
 libraries, and `ptxas`. Calls into cuDNN cannot be compiled this way, so attention must
 take another implementation.
 """
@@ -120,8 +120,8 @@ def h200_devices(hosts: int = 1, *, devices_per_host: int = 8) -> list[Any]:
         )
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
-            "jax has started without its CUDA plugin, as it found no CUDA libraries; set "
-            "JAX_PLATFORMS=cpu in the environment before jax is first used."
+            "jax has started without its CUDA plugin, as it found no CUDA libraries; "
+            "set JAX_PLATFORMS=cpu in the environment before jax is first used."
         ) from error
     return topology.devices
 
