@@ -1,9 +1,9 @@
 """Programs compiled for GPUs that are not there: memory, collectives, kernels.
 
 XLA compiles a jitted, sharded program for a *described* topology, on a machine
-without a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin without the CUDA
-libraries, and `ptxas`. Calls into cuDNN cannot be compiled this way, so attention must
-take another implementation.
+without a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin
+without CUDA's libraries, and `ptxas`. Calls into cuDNN cannot be compiled this way,
+so attention must take another implementation.
 """
 
 import contextlib
@@ -193,7 +193,8 @@ def read_kernels(said: str) -> list[Kernel]:
     Example:
         >>> read_kernels(
         ...     "ptxas info: Compiling entry function 'gather' for 'sm_90a' 0 bytes "
-        ...     "stack frame, 4 bytes spill stores, 8 bytes spill loads Used 22 registers"
+        ...     "stack frame, 4 bytes spill stores, 8 bytes spill loads "
+        ...     "Used 22 registers"
         ... )
         [Kernel(name='gather', registers=22, spill_bytes=12)]
     """
