@@ -1,9 +1,9 @@
 """Programs compiled for GPUs that are not there: memory, collectives, kernels.
 
-XLA compiles a jitted, sharded program for a *described* topology, on a machine without
-a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin without the CUDA
-libraries, and `ptxas`. Calls into cuDNN cannot be compiled this way, so attention must
-take another implementation.
+XLA compiles a jitted, sharded program for a *described* topology, on a machine
+without a GPU; nothing is executed. It needs the extra `plan`: jax's CUDA plugin
+without CUDA's libraries, and `ptxas`. Calls into cuDNN cannot be compiled this way,
+so attention must take another implementation.
 """
 
 import contextlib
@@ -120,8 +120,8 @@ def h200_devices(hosts: int = 1, *, devices_per_host: int = 8) -> list[Any]:
         )
     except (RuntimeError, NotImplementedError) as error:
         raise RuntimeError(
-            "jax has started without its CUDA plugin, as it found no CUDA libraries; set "
-            "JAX_PLATFORMS=cpu in the environment before jax is first used."
+            "jax has started without its CUDA plugin, as it found no CUDA libraries; "
+            "set JAX_PLATFORMS=cpu in the environment before jax is first used."
         ) from error
     return topology.devices
 
@@ -193,7 +193,8 @@ def read_kernels(said: str) -> list[Kernel]:
     Example:
         >>> read_kernels(
         ...     "ptxas info: Compiling entry function 'gather' for 'sm_90a' 0 bytes "
-        ...     "stack frame, 4 bytes spill stores, 8 bytes spill loads Used 22 registers"
+        ...     "stack frame, 4 bytes spill stores, 8 bytes spill loads "
+        ...     "Used 22 registers"
         ... )
         [Kernel(name='gather', registers=22, spill_bytes=12)]
     """

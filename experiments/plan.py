@@ -4,9 +4,9 @@
         --devices_per_host=8 [--output=plan.json]
 
 Compiles the step for that many H200s and says the memory of each, what is sent between
-them, and the work. Nothing is executed, and no GPU is needed: only the extra `plan`.
-Attention is compiled in its blocked form, because cuDNN cannot be compiled for without a
-GPU; on the real machine causal attention without segments takes cuDNN.
+them, and the work. Nothing is executed and no GPU is needed, only the extra `plan`.
+Attention is compiled in its blocked form, because cuDNN cannot be compiled for without
+a GPU; on the real machine causal attention without segments takes cuDNN.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def build_step(config, mesh: jax.sharding.Mesh) -> Step:
     """The training step of a config, as `train_lm` would run it, with abstract arrays.
 
     Args:
-        config: the configuration; its corpus is not read, so the vocabulary has the size
-            that `data.tokenizer` names.
+        config: the configuration; its corpus is not read, so the vocabulary has the
+            size that `data.tokenizer` names.
         mesh: mesh over the axis "data".
     """
     vocab_size = _vocab_size(config)
@@ -184,8 +184,8 @@ def _batch(config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _placed(tree, mesh: jax.sharding.Mesh, spec: jax.P):
-    """The leaves with a place on the mesh; those that already have one keep its spec."""
-
+        f"{item['op']:<20} {item['dtype']:<9} {item['group_size']:>5} "
+        f"{times:>5} {sent:>10.3f}{where}"
     def place(leaf):
         own = getattr(leaf.sharding, "spec", None)
         sharding = jax.NamedSharding(mesh, own or spec)

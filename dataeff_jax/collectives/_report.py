@@ -109,9 +109,8 @@ def _parse(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
             current = computations[head[2]] = []
             entry = head[2] if head[1] else entry
         elif (found := _INSTRUCTION.match(line)) is not None:
-            operands = [
-                name.split()[-1] for name in found["operands"].split(",") if name
-            ]
+            listed = re.sub(r"/\*.*?\*/", "", found["operands"])  # /*index=5*/
+            operands = [name.split()[-1] for name in listed.split(",") if name.strip()]
             operands = [name.lstrip("%") for name in operands]
             current.append(
                 _Instruction(
