@@ -120,11 +120,11 @@ def model(config: ml_collections.ConfigDict, *, vocab_size: int) -> nnx.Module:
 
 def schedule(config: ml_collections.ConfigDict):
     """The learning rate as a function of the clock that ``config.schedule`` names."""
-    total = config.train.num_steps
-    if config.schedule.clock == "tokens":
-        total *= config.data.batch_size * config.data.seq_len
     function = getattr(schedules, config.schedule.name)
-    return function(total=total, **config.schedule.kwargs)
+    kwargs = _with_counts(config)
+    if "total" in checks.argument_names(function):
+        kwargs["total"] = _total(config)
+    return function(**kwargs)
 
 
 def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
@@ -143,19 +143,42 @@ def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
     return optax.chain(*links)
 
 
+def _total(config) -> int:
+    """Length of the run in units of the schedule's clock."""
+    tokens = config.data.batch_size * config.data.seq_len
+    return config.train.num_steps * (tokens if config.schedule.clock == "tokens" else 1)
+
+
+def _with_counts(config) -> dict:
+    """The schedule's arguments, a warm-up given as a fraction turned into a count."""
+    kwargs = dict(config.schedule.kwargs)
+    if "warmup" in kwargs:
+        kwargs["warmup"] = schedules.resolve_duration(kwargs["warmup"], _total(config))
+    return kwargs
+
+
 def _block_problems(config, block: str) -> list[str]:
     name, kwargs = config[block].name, config[block].kwargs
+    resolve = {
+        "model": lambda: _resolve(name, block, models),
+        "optimizer": lambda: _optimizer_constructor(name),
+        "schedule": lambda: _resolve(name, block, schedules),
+    }
     try:
-        function = {
-            "model": lambda: _resolve(name, block, models),
-            "optimizer": lambda: _optimizer_constructor(name),
-            "schedule": lambda: _resolve(name, block, schedules),
-        }[block]()
+        function = resolve[block]()
+        if block == "schedule":
+            kwargs = _with_counts(config)
     except ValueError as error:
         return [str(error)]
-    return checks.argument_problems(
+    problems = checks.argument_problems(
         function, kwargs, where=f"{block}.kwargs", given=_GIVEN[block]
     )
+    if block == "schedule" and not problems:
+        try:
+            schedule(config)
+        except ValueError as error:
+            problems.append(f"schedule.kwargs: {error}")
+    return problems
 
 
 def _length_problems(config) -> list[str]:

@@ -1,6 +1,6 @@
 """Draws the curves of several runs on one plot and prints their last numbers.
 
-    python -m experiments.compare runs/a runs/b --output=compare.png
+python -m experiments.compare runs/a runs/b --output=compare.png
 """
 
 import argparse
@@ -16,7 +16,9 @@ def names_of(workdirs: list[pathlib.Path]) -> list[str]:
         names = ["/".join(p[-depth:]) for p in parts]
         if len(set(names)) == len(names):
             return names
-    raise ValueError(f"a work directory is named twice: {', '.join(map(str, workdirs))}")
+    raise ValueError(
+        f"a work directory is named twice: {', '.join(map(str, workdirs))}"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

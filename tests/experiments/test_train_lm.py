@@ -1,0 +1,256 @@
+"""The whole run: it learns, resumes exactly, stops at nonsense, and says why."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks import interruptions
+from dataeff_jax import distributed, training
+from experiments import command_line, compare, generate, train_lm
+
+CONFIG = "--config=configs/gpt_baseline.py:tiny"
+CACHE = str(pathlib.Path(__file__).resolve().parents[2] / ".cache" / "data")
+
+
+def config_of(*overrides: str):
+    parser = command_line.parser("test")
+    overrides = (f"--config.data.cache_dir={CACHE}", *overrides)
+    return command_line.parse(parser, [CONFIG, *overrides]).config
+
+
+def train(workdir, *overrides: str, devices: int = 1, **kwargs):
+    config = config_of(f"--config.mesh.axes.data={devices}", *overrides)
+    return train_lm.train_and_evaluate(config, workdir, **kwargs)
+
+
+def lines(workdir):
+    return [training.without_wall_clock(r) for r in training.read_log(workdir)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A work directory of 20 steps on one device; copy it before changing it."""
+    workdir = tmp_path_factory.mktemp("my runs") / "run 1"
+    train(workdir)
+    return workdir
+
+
+def test_the_loss_starts_near_the_uniform_one_and_falls(finished):
+    records = training.read_log(finished)
+    assert records[0]["validation_loss"] == pytest.approx(np.log(512), abs=0.1)
+    assert records[-1]["validation_loss"] < records[0]["validation_loss"] - 0.2
+
+
+def test_a_line_holds_the_ledger_and_every_step_is_there(finished):
+    records = training.read_log(finished)
+    assert [r["step"] for r in records] == list(range(21))
+    for record in records:
+        step = record["step"]
+        assert record["samples"] == step * 8
+        assert record["tokens"] == step * 8 * 32
+        assert record["layer_tokens"] == step * 8 * 32 * 2
+    # F = 24 s h^2 + 2 s^2 h in each of 2 layers, the head 2 s h V, three times.
+    s, h, v = 32, 32, 512
+    forward = 2 * (24 * s * h * h + 2 * s * s * h) + 2 * s * h * v
+    assert records[-1]["flops"] == 20 * 8 * 3 * forward
+
+
+def test_the_work_directory_tells_how_it_was_made(finished):
+    config = json.loads((finished / "config.json").read_text())
+    assert config["model"]["kwargs"]["vocab_size"] == 512
+    assert json.loads((finished / "versions.json").read_text())["jax"]
+    assert (finished / "loss.png").stat().st_size > 10_000
+    assert "Kneser-Ney" in (finished / "summary.txt").read_text()
+    assert list((finished / "tensorboard").iterdir())
+
+
+def test_a_finished_run_started_again_changes_nothing(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    train(workdir)
+    assert lines(workdir) == lines(finished)
+
+
+def test_logging_more_rarely_changes_no_step(finished, tmp_path):
+    train(
+        tmp_path,
+        "--config.train.log_every_steps=5",
+        "--config.checkpoint.every_steps=7",
+    )
+    assert lines(tmp_path) == [r for r in lines(finished) if r["step"] % 5 == 0]
+
+
+def test_a_run_stopped_by_a_signal_goes_on_exactly(finished, tmp_path, monkeypatch):
+    asked = iter(range(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            distributed.Watch, "stop_requested", lambda *_: next(asked) == 13
+        )
+        train(tmp_path)
+    assert training.read_log(tmp_path)[-1]["step"] == 13
+    train(tmp_path)
+    assert lines(tmp_path) == lines(finished)
+
+
+@pytest.mark.slow
+def test_runs_killed_at_any_moment_equal_the_unbroken_one():
+    record = interruptions.run(2)
+    assert record["equal"] == record["kills"] == 2
+    assert all(case["was_running"] for case in record["cases"])
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_the_number_of_devices_does_not_matter(finished, tmp_path, devices):
+    train(tmp_path, devices=devices)
+    for ours, one in zip(lines(tmp_path), lines(finished), strict=True):
+        for name in ("loss", "validation_loss"):
+            if name in one:
+                # Float32 sums in another order, over 20 steps.
+                assert ours[name] == pytest.approx(one[name], abs=1e-5)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_checkpoint_of_one_number_of_devices_restores_on_another(
+    finished, tmp_path, devices
+):
+    source = finished
+    if devices == 8:  # made on 8, goes on with 1
+        source = tmp_path / "on 8"
+        train(source, "--config.train.num_steps=10", devices=8)
+    workdir = shutil.copytree(source, tmp_path / "goes on")
+    train(
+        workdir,
+        "--config.train.num_steps=22",
+        devices=9 - devices,
+        accept_config_changes=True,
+    )
+    assert training.read_log(workdir)[-1]["step"] == 22
+
+
+def test_accumulation_gives_the_same_losses(finished, tmp_path):
+    train(tmp_path, "--config.optimizer.accumulation_steps=4")
+    ours = [r["loss"] for r in lines(tmp_path)[1:]]
+    np.testing.assert_allclose(ours, [r["loss"] for r in lines(finished)[1:]], 1e-5)
+
+
+def test_another_config_is_refused_by_name(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    with pytest.raises(ValueError, match=r"train\.num_steps: 20 -> 40"):
+        train(workdir, "--config.train.num_steps=40")
+    assert lines(workdir) == lines(finished)
+
+
+def test_another_batch_size_goes_on_at_the_right_sample(tmp_path):
+    steady = "--config.schedule.name=warmup_constant_schedule"
+    plain = "--config.schedule.kwargs={'peak_value': 1e-3, 'warmup': 4}"
+    train(tmp_path, steady, plain, "--config.train.num_steps=10")
+    train(
+        tmp_path,
+        steady,
+        plain,
+        "--config.train.num_steps=12",
+        "--config.data.batch_size=16",
+        accept_config_changes=True,
+    )
+    assert training.read_log(tmp_path)[-1]["samples"] == 10 * 8 + 2 * 16
+
+
+def test_a_loss_that_is_not_finite_names_step_and_samples(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"at step \d+;.* samples are \["):
+        train(
+            tmp_path,
+            "--config.schedule.kwargs.peak_value=1e38",
+            "--config.schedule.kwargs.warmup=15",
+            "--config.optimizer.max_grad_norm=0.0",
+            "--config.checkpoint.every_steps=1",
+            "--config.schedule.clock=tokens",
+        )
+    with training.Checkpoints(tmp_path / "checkpoints", read_only=True) as found:
+        last = found.steps()
+    for record in training.read_log(tmp_path):
+        assert np.isfinite(record.get("loss", 0.0))
+    if last:
+        params = nnx.state(training.restore(tmp_path), nnx.Param)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+def test_an_encoder_learns_masked_tokens_with_lamb(tmp_path):
+    train(
+        tmp_path,
+        "--config.model.name=BERT",
+        "--config.model.kwargs.epsilon=1e-12",
+        "--config.data.mask_rate=0.15",
+        "--config.optimizer.name=lamb",
+        "--config.schedule.kwargs.peak_value=2e-2",
+        "--config.model.kwargs={'num_layers': 2, 'width': 32, 'num_heads': 2}",
+        "--config.eval.compare_with_ngrams=false",
+        "--config.train.num_steps=10",
+    )
+    losses = [r["validation_loss"] for r in lines(tmp_path) if "validation_loss" in r]
+    assert losses[-1] < losses[0]
+
+
+def test_a_profile_of_chosen_steps_is_written(tmp_path):
+    short = ("--config.train.num_steps=3", "--config.schedule.kwargs.warmup=1")
+    train(tmp_path, *short, profile_steps=(1, 2))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_text_comes_out_and_the_same_seed_gives_the_same(finished, capsys):
+    def text(*flags):
+        generate.main([str(finished), "--num_tokens=8", "--prompt=I like", *flags])
+        return capsys.readouterr().out
+
+    first = text()
+    assert first.startswith("I like")
+    assert first == text()
+    assert text("--temperature=0") == text("--temperature=0", "--seed=5")
+
+
+def test_two_runs_are_compared_on_one_plot(finished, tmp_path, capsys):
+    other = shutil.copytree(finished, tmp_path / "other")
+    compare.main([str(finished), str(other), f"--output={tmp_path / 'both.png'}"])
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+    table = capsys.readouterr().out
+    assert "run 1" in table
+    assert "other" in table
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["--config.data.name=jsonl", "--config.data.path=nowhere.jsonl"], "nowhere"),
+        (["--config.data.name=chitchatt"], "chitchat"),
+        (["--config.data.name=wiki"], "pip install"),
+        (["--config.data.batch_size=12", "--config.mesh.axes.data=8"], "8 and 16"),
+        (["--config.mesh.axes.data=99"], "99"),
+    ],
+)
+def test_what_cannot_run_ends_with_status_2(tmp_path, capsys, overrides, says):
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([CONFIG, f"--workdir={tmp_path / 'run'}", *overrides])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert says in message
+    assert "Traceback" not in message
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_empty_corpus_ends_with_status_2(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main(
+            [
+                CONFIG,
+                f"--workdir={tmp_path / 'run'}",
+                "--config.data.name=text",
+                f"--config.data.path={empty}",
+            ]
+        )
+    assert stop.value.code == 2
+    assert "empty" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""The code in the docs runs as it is printed, from the installed packages alone."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def code_of(page: str) -> str:
+    return re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[1]
+
+
+def test_the_loop_of_the_docs_trains_and_goes_on(tmp_path):
+    script = tmp_path / "loop.py"
+    script.write_text(code_of("docs/training_loop.md"))
+    # Isolated (-I): neither the checkout nor `experiments` can be imported by chance.
+    place = f"import sys; sys.path[:0] = {[str(tmp_path / 'installed')]!r}\n"
+    script.write_text(place + script.read_text())
+    (tmp_path / "installed").mkdir()
+    for package in ("dataeff_jax", "pallas_kernels"):
+        (tmp_path / "installed" / package).symlink_to(ROOT / package)
+
+    def run():
+        command = [sys.executable, "-I", str(script)]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
+
+    first = run()
+    losses = [float(line.split()[1]) for line in first[:3]]
+    assert losses[0] > losses[1] > losses[2]
+    assert run() == first[-1:], "the second run restores the last step and evaluates"
+
+
+def test_the_loop_is_as_short_as_it_says():
+    code = code_of("docs/training_loop.md").split("\n\n", 2)[2]
+    statements = [line for line in code.splitlines() if line.strip()]
+    assert len(statements) <= 36
