@@ -112,7 +112,9 @@ def resolved(config: ml_collections.ConfigDict, *, vocab_size: int) -> dict:
     return result
 
 
-def model(config: ml_collections.ConfigDict, *, vocab_size: int) -> nnx.Module:
+def model(
+    config: ml_collections.ConfigDict, *, vocab_size: int
+) -> models.GPT | models.BERT:
     """The model, its parameters drawn from ``config.seed``."""
     block = resolved(config, vocab_size=vocab_size)["model"]
     return getattr(models, block["name"])(rngs=nnx.Rngs(config.seed), **block["kwargs"])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dataeff_jax import data, training
+from dataeff_jax import data, models, training
 
 
 @functools.partial(nnx.jit, static_argnames=("temperature", "top_k"))
@@ -28,7 +28,7 @@ def _next_token(model, window, last, key, *, temperature, top_k):
 
 
 def generate(
-    model: nnx.Module,
+    model: models.GPT,
     prompt,
     *,
     num_tokens: int,

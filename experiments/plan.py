@@ -184,8 +184,8 @@ def _batch(config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _placed(tree, mesh: jax.sharding.Mesh, spec: jax.P):
-        f"{item['op']:<20} {item['dtype']:<9} {item['group_size']:>5} "
-        f"{times:>5} {sent:>10.3f}{where}"
+    """The leaves with a place on the mesh; those that have one keep its spec."""
+
     def place(leaf):
         own = getattr(leaf.sharding, "spec", None)
         sharding = jax.NamedSharding(mesh, own or spec)

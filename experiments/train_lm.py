@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 
 import dataeff_jax
-from dataeff_jax import data, distributed, training
+from dataeff_jax import data, distributed, models, training
 from experiments import builders, command_line, ngram_baselines
 
 log = logging.getLogger(__name__)
@@ -147,9 +147,9 @@ class Run:
     resolved: dict[str, Any]
     workdir: pathlib.Path
     corpus: builders.Corpus
-    model: nnx.Module
+    model: models.GPT | models.BERT
     loss_fn: Callable[..., Any]
-    step_fn: Callable[..., Any]
+    step_fn: Any  # jitted; compiled ahead when training starts
     schedule: Callable[[int], float]
     checkpoints: training.Checkpoints
     restored: bool
@@ -232,11 +232,11 @@ class Run:
         return jax.random.key(self.config.seed)
 
     @property
-    def batches(self):
+    def batches(self) -> Any:
         """The batch of every step; this process's rows."""
         return self._batches(jax.process_index(), jax.process_count())
 
-    def _batches(self, process_index: int, process_count: int):
+    def _batches(self, process_index: int, process_count: int) -> Any:
         batch_size = self.config.data.batch_size
         return data.batches(
             self.corpus.train,
@@ -260,9 +260,10 @@ class Run:
         """Compiles the step before the clock of the run starts."""
         began = time.monotonic()
         batch = distributed.shard_batch(self.batches[self.step])
-        self.step_fn = self.step_fn.lower(
+        lowered = self.step_fn.lower(
             self.state, batch, self.key, learning_rate=np.float32(0)
-        ).compile()
+        )
+        self.step_fn = lowered.compile()
         log.info("compiled the step in %.1f s", time.monotonic() - began)
 
     def _take_step(self, batches) -> None:

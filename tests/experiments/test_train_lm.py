@@ -87,9 +87,7 @@ def test_logging_more_rarely_changes_no_step(finished, tmp_path):
 def test_a_run_stopped_by_a_signal_goes_on_exactly(finished, tmp_path, monkeypatch):
     asked = iter(range(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            distributed.Watch, "stop_requested", lambda *_: next(asked) == 13
-        )
+        patch.setattr(distributed.Watch, "stop_requested", lambda *_: next(asked) == 13)
         train(tmp_path)
     assert training.read_log(tmp_path)[-1]["step"] == 13
     train(tmp_path)
@@ -179,17 +177,15 @@ def test_a_loss_that_is_not_finite_names_step_and_samples(tmp_path):
 
 
 def test_an_encoder_learns_masked_tokens_with_lamb(tmp_path):
-    train(
-        tmp_path,
-        "--config.model.name=BERT",
-        "--config.model.kwargs.epsilon=1e-12",
-        "--config.data.mask_rate=0.15",
-        "--config.optimizer.name=lamb",
-        "--config.schedule.kwargs.peak_value=2e-2",
-        "--config.model.kwargs={'num_layers': 2, 'width': 32, 'num_heads': 2}",
-        "--config.eval.compare_with_ngrams=false",
-        "--config.train.num_steps=10",
-    )
+    config = command_line.parse(
+        command_line.parser("test"),
+        [
+            "--config=configs/bert_baseline.py:tiny",
+            f"--config.data.cache_dir={CACHE}",
+            "--config.mesh.axes.data=1",
+        ],
+    ).config
+    train_lm.train_and_evaluate(config, tmp_path)
     losses = [r["validation_loss"] for r in lines(tmp_path) if "validation_loss" in r]
     assert losses[-1] < losses[0]
 
