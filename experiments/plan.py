@@ -184,7 +184,7 @@ def _batch(config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _placed(tree, mesh: jax.sharding.Mesh, spec: jax.P):
-    """The leaves with a place on the mesh; those that already have one keep its spec."""
+    """The leaves with a place on the mesh; those that have one keep its spec."""
 
     def place(leaf):
         own = getattr(leaf.sharding, "spec", None)
