@@ -307,7 +307,7 @@ def test_patches_are_cut_row_by_row():
 
 def test_a_sequence_longer_than_the_positions_is_refused():
     for name in CLASSES:
-        with pytest.raises(ValueError, match="17 tokens exceeds .* max_length=16"):
+        with pytest.raises(ValueError, match=r"17 tokens exceeds .* max_length=16"):
             build(name)(tokens_of(size=17))
 
 
