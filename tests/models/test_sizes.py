@@ -22,7 +22,7 @@ PARAMETERS = {
     "gpt3_1_3b": 1315.6,
     "bert_base": 109.5,
     "bert_large": 335.2,
-    "vit_small_16": 22.1,
+    "vit_small_16": 22.05,
     "vit_base_16": 86.6,
 }
 
