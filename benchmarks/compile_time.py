@@ -8,6 +8,7 @@ CPU seconds, and their ratios.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -56,7 +57,7 @@ def lower_and_compile(num_layers, layers):
     clocks.append((time.perf_counter(), time.process_time()))
     lowered.compile()
     clocks.append((time.perf_counter(), time.process_time()))
-    pairs = zip(clocks, clocks[1:], strict=False)
+    pairs = itertools.pairwise(clocks)
     return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairs]
 
 

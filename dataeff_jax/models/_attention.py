@@ -77,9 +77,13 @@ def attention(
         return _library(q, k, v, causal, lengths, implementation)
     segment_ids = _segments(segment_ids, lengths, q.shape[1])
     q, k, v, segment_ids = _arrays.vary_together(q, k, v, segment_ids)
-    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))  # [B, H, S, D]
-    out = _blocked(causal, q, k, v, segment_ids)
-    return out.transpose(0, 2, 1, 3)
+    out = _blocked(causal, _turn(q), _turn(k), _turn(v), segment_ids)
+    return _turn(out)
+
+
+def _turn(x: typing.Array) -> typing.Array:
+    """[B, S, H, D] -> [B, H, S, D] and back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _check(q, k, v, segment_ids, lengths, implementation):
@@ -325,8 +329,9 @@ def _pair_mask(causal, segment_ids, i, j):
     segments = segment_ids
     if segments is not None:
         segments = _take(segments, i, 1), _take(segments, j, 1)
-    at = i * _PAIR_BLOCK, j * _PAIR_BLOCK
-    return _allowed(causal, _PAIR_BLOCK, _PAIR_BLOCK, segments, *at)
+    rows_at, columns_at = i * _PAIR_BLOCK, j * _PAIR_BLOCK
+    size = _PAIR_BLOCK
+    return _allowed(causal, size, size, segments, rows_at, columns_at)
 
 
 def _pairs_forward(causal, q, k, v, segment_ids):
@@ -336,11 +341,11 @@ def _pairs_forward(causal, q, k, v, segment_ids):
 
     def step(carry, pair):
         i, j = pair[0], pair[1]
-        old = tuple(_take(x, i) for x in carry)
+        out, top, total = (_take(x, i) for x in carry)
         scores = _scores(
             _take(q, i), _take(k, j), _pair_mask(causal, segment_ids, i, j)
         )
-        new = _online_softmax(*old, scores, _take(v, j))
+        new = _online_softmax(out, top, total, scores, _take(v, j))
         return tuple(_put(x, y, i) for x, y in zip(carry, new, strict=True)), None
 
     start = _vary_like(

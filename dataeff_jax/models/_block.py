@@ -50,6 +50,8 @@ class Block(nnx.Module):
         Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
     """
 
+    implementation: _attention.Implementation | None
+
     def __init__(
         self,
         *,

@@ -108,12 +108,13 @@ def _cross_entropy_forward(chunk_size, hidden, embedding, bias, targets, weights
     parts = _chunks(chunk_size, hidden, targets, weights)
     carry, (dhidden, losses) = _scan(step, _vary_like(hidden, *zeros), parts)
     total, dtable, dbias = carry
+    dbias = None if bias is None else jnp.asarray(dbias, bias.dtype)
     dhidden = dhidden.reshape(-1, hidden.shape[-1])[: hidden.shape[0]]
     dweights = None if weights is None else losses.reshape(-1)[: hidden.shape[0]]
     gradients = (
         dhidden,
         dtable.astype(embedding.dtype),
-        None if bias is None else dbias.astype(bias.dtype),
+        dbias,
         np.zeros(targets.shape, jax.dtypes.float0),
         dweights,
     )
