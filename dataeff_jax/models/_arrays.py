@@ -1,5 +1,7 @@
 """Small helpers on arrays that several parts of a model share."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -34,7 +36,7 @@ def canonical_dtype(dtype) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def vary_together(*arrays: typing.Array | None) -> tuple:
+def vary_together(*arrays: typing.Array | None) -> tuple[Any, ...]:
     """Types arrays as varying over every manual axis that one of them varies over.
 
     A `custom_vjp` inside `shard_map(check_vma=True)` must return cotangents that vary

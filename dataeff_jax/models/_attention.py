@@ -77,9 +77,13 @@ def attention(
         return _library(q, k, v, causal, lengths, implementation)
     segment_ids = _segments(segment_ids, lengths, q.shape[1])
     q, k, v, segment_ids = _arrays.vary_together(q, k, v, segment_ids)
-    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))  # [B, H, S, D]
-    out = _blocked(causal, q, k, v, segment_ids)
-    return out.transpose(0, 2, 1, 3)
+    out = _blocked(causal, _turn(q), _turn(k), _turn(v), segment_ids)
+    return _turn(out)
+
+
+def _turn(x: typing.Array) -> typing.Array:
+    """[B, S, H, D] -> [B, H, S, D] and back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _check(q, k, v, segment_ids, lengths, implementation):
@@ -242,9 +246,7 @@ def _log_normaliser(top, total):
 
 
 def _unrolled_backward(causal, q, k, v, segment_ids, lse, dout, delta):
-    dq = []
-    dk = jnp.zeros(k.shape, jnp.float32)
-    dv = jnp.zeros(v.shape, jnp.float32)
+    dq, dk, dv = [], [], []
     for start, stop, keys, mask in _query_blocks(causal, q, segment_ids):
         rows = slice(start, stop)
         block_dq, block_dk, block_dv = _block_backward(
@@ -257,22 +259,34 @@ def _unrolled_backward(causal, q, k, v, segment_ids, lse, dout, delta):
             delta[:, :, rows],
         )
         dq.append(block_dq)
-        # The keys that this block sees are a prefix: pad with zeros and add.
-        tail = ((0, 0), (0, 0), (0, k.shape[2] - keys), (0, 0))
-        dk = dk + jnp.pad(block_dk, tail)
-        dv = dv + jnp.pad(block_dv, tail)
-    return jnp.concatenate(dq, axis=2), dk, dv
+        dk.append(block_dk)
+        dv.append(block_dv)
+    return jnp.concatenate(dq, axis=2), _add_prefixes(dk), _add_prefixes(dv)
+
+
+def _add_prefixes(parts):
+    """Sum of [B, H, D, K_i], prefixes of one array, as [B, H, S, D]."""
+    columns = []
+    for start in range(0, parts[-1].shape[-1], _BLOCK):
+        stop = start + _BLOCK
+        seen = [p[..., start:stop] for p in parts if p.shape[-1] > start]
+        columns.append(functools.reduce(jnp.add, seen))
+    return jnp.concatenate(columns, axis=-1).swapaxes(2, 3)
 
 
 def _block_backward(q, k, v, mask, lse, dout, delta):
-    """Gradients of one block of queries and its keys, float32."""
+    """Gradients of one block, float32: dq [B, H, Q, D], dk and dv [B, H, D, K].
+
+    Those of keys and values come out transposed: matrix products on CPUs are twice as
+    fast when the small operand is the one to be turned.
+    """
     weights = jnp.exp(_scores(q, k, mask) - lse[..., None])  # [B, H, Q, K]
-    dv = _dot("bhqk,bhqd->bhkd", weights.astype(dout.dtype), dout)
+    dv = _dot("bhqd,bhqk->bhdk", dout, weights.astype(dout.dtype))
     dweights = _dot("bhqd,bhkd->bhqk", dout, v)
     dscores = weights * (dweights - delta[..., None]) * (q.shape[-1] ** -0.5)
     dscores = dscores.astype(q.dtype)
     dq = _dot("bhqk,bhkd->bhqd", dscores, k)
-    dk = _dot("bhqk,bhqd->bhkd", dscores, q)
+    dk = _dot("bhqd,bhqk->bhdk", q, dscores)
     return dq, dk, dv
 
 
@@ -315,8 +329,9 @@ def _pair_mask(causal, segment_ids, i, j):
     segments = segment_ids
     if segments is not None:
         segments = _take(segments, i, 1), _take(segments, j, 1)
-    at = i * _PAIR_BLOCK, j * _PAIR_BLOCK
-    return _allowed(causal, _PAIR_BLOCK, _PAIR_BLOCK, segments, *at)
+    rows_at, columns_at = i * _PAIR_BLOCK, j * _PAIR_BLOCK
+    size = _PAIR_BLOCK
+    return _allowed(causal, size, size, segments, rows_at, columns_at)
 
 
 def _pairs_forward(causal, q, k, v, segment_ids):
@@ -326,11 +341,11 @@ def _pairs_forward(causal, q, k, v, segment_ids):
 
     def step(carry, pair):
         i, j = pair[0], pair[1]
-        old = tuple(_take(x, i) for x in carry)
+        out, top, total = (_take(x, i) for x in carry)
         scores = _scores(
             _take(q, i), _take(k, j), _pair_mask(causal, segment_ids, i, j)
         )
-        new = _online_softmax(*old, scores, _take(v, j))
+        new = _online_softmax(out, top, total, scores, _take(v, j))
         return tuple(_put(x, y, i) for x, y in zip(carry, new, strict=True)), None
 
     start = _vary_like(
@@ -376,8 +391,8 @@ def _pairs_backward(causal, q, k, v, segment_ids, lse, dout, delta):
             _take(delta, i),
         )
         dq = _put(dq, _take(dq, i) + block_dq, i)
-        dk = _put(dk, _take(dk, j) + block_dk, j)
-        dv = _put(dv, _take(dv, j) + block_dv, j)
+        dk = _put(dk, _take(dk, j) + block_dk.swapaxes(2, 3), j)
+        dv = _put(dv, _take(dv, j) + block_dv.swapaxes(2, 3), j)
         return (dq, dk, dv), None
 
     zeros = _vary_like(q, *(jnp.zeros(q.shape, jnp.float32),) * 3)

@@ -50,6 +50,8 @@ class Block(nnx.Module):
         Vaswani et al., Attention is all you need, https://arxiv.org/abs/1706.03762
     """
 
+    implementation: _attention.Implementation | None
+
     def __init__(
         self,
         *,
@@ -138,7 +140,9 @@ class Block(nnx.Module):
 
     def _feed(self, x):
         approximate = self.activation == "gelu_tanh"
-        return self.down(jax.nn.gelu(self.up(x), approximate=approximate))
+        x = self.up.product(x)  # [B, S, F]
+        x = _layers.biased_gelu(x, self.up.bias[...], approximate=approximate)
+        return self.down(x)
 
 
 def make_blocks(num_layers: int, *, rngs: nnx.Rngs, **kwargs) -> Block:

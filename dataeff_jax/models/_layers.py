@@ -1,10 +1,14 @@
 """Layers that the blocks are made of: norm, dropout per row, rotary positions."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dataeff_jax import typing
+from dataeff_jax.models import _arrays
 
 
 def normal(stddev: float) -> nnx.Initializer:
@@ -47,13 +51,46 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: typing.Array) -> typing.Array:
         """Normalises x [..., D]."""
-        y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(variance + self.epsilon)
-        shape = (1,) * (x.ndim - 1) + (-1,)
-        y = y * self.scale[...].reshape(shape) + self.bias[...].reshape(shape)
-        return y.astype(x.dtype)
+        arrays = _arrays.vary_together(x, self.scale[...], self.bias[...])
+        return _layer_norm(self.epsilon, *arrays)
+
+
+def _row(vector, like):
+    """A vector [D] that broadcasts over the leading axes of `like` [..., D]."""
+    return vector.reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+def _sum_rows(x):
+    """Sum over all but the last axis, [..., D] -> [D]."""
+    return jnp.sum(x, axis=tuple(range(x.ndim - 1)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(epsilon, x, scale, bias):
+    return _layer_norm_forward(epsilon, x, scale, bias)[0]
+
+
+def _layer_norm_forward(epsilon, x, scale, bias):
+    y = x.astype(jnp.float32)
+    mean = jnp.mean(y, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(y - mean), axis=-1, keepdims=True)
+    rstd = jax.lax.rsqrt(variance + epsilon)
+    out = (y - mean) * rstd * _row(scale, x) + _row(bias, x)
+    # The input and two numbers a row are all that is kept; autodiff keeps far more.
+    return out.astype(x.dtype), (x, mean, rstd, scale)
+
+
+def _layer_norm_backward(epsilon, residuals, dout):
+    x, mean, rstd, scale = residuals
+    dout = dout.astype(jnp.float32)
+    normal = (x.astype(jnp.float32) - mean) * rstd
+    dnormal = dout * _row(scale, x)
+    along = jnp.mean(dnormal * normal, axis=-1, keepdims=True)
+    dx = rstd * (dnormal - jnp.mean(dnormal, axis=-1, keepdims=True) - normal * along)
+    return dx.astype(x.dtype), _sum_rows(dout * normal), _sum_rows(dout)
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 class Linear(nnx.Module):
@@ -77,9 +114,71 @@ class Linear(nnx.Module):
 
     def __call__(self, x: typing.Array) -> typing.Array:
         """Applies the layer to x [..., in_width]."""
-        y = jnp.dot(x, self.kernel[...].astype(x.dtype))
-        bias = self.bias[...].astype(x.dtype)
-        return y + bias.reshape((1,) * (x.ndim - 1) + (-1,))
+        y = self.product(x)
+        return y + _row(self.bias[...].astype(x.dtype), y)
+
+    def product(self, x: typing.Array) -> typing.Array:
+        """The matrix product alone, without the bias."""
+        return jnp.dot(x, self.kernel[...].astype(x.dtype))
+
+
+def biased_gelu(
+    x: typing.Array, bias: typing.Array, *, approximate: bool
+) -> typing.Array:
+    """GELU of x + bias, which keeps x alone for the backward pass.
+
+    y Phi(y) with y = x + bias; with `approximate` Phi(y) is
+    (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3))) / 2.
+
+    Args:
+        x: The matrix product before its bias, [..., F].
+        bias: float32[F].
+        approximate: Whether to take the tanh form (GPT-2), not the exact one (BERT).
+
+    Returns:
+        The array, in the dtype of `x`.
+
+    Example:
+        >>> y = biased_gelu(jnp.ones((1, 2)), jnp.zeros(2), approximate=False)
+        >>> bool(jnp.allclose(y, 0.8413447))
+        True
+
+    References:
+        Hendrycks and Gimpel, GELUs, 2016, https://arxiv.org/abs/1606.08415
+    """
+    return _biased_gelu(approximate, *_arrays.vary_together(x, bias))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _biased_gelu(approximate, x, bias):
+    y = x.astype(jnp.float32) + _row(bias, x)
+    return (y * _gaussian_cdf(approximate, y)[0]).astype(x.dtype)
+
+
+def _gaussian_cdf(approximate, y):
+    """Phi(y) and its derivative, exact or in the tanh form."""
+    if not approximate:
+        density = jnp.exp(-0.5 * jnp.square(y)) * (0.5 / math.pi) ** 0.5
+        return 0.5 * (1 + jax.lax.erf(y * 0.5**0.5)), density
+    factor = (2 / math.pi) ** 0.5
+    tanh = jnp.tanh(factor * (y + 0.044715 * y * y * y))
+    slope = factor * (1 + 3 * 0.044715 * y * y)
+    return 0.5 * (1 + tanh), 0.5 * (1 - tanh * tanh) * slope
+
+
+def _biased_gelu_forward(approximate, x, bias):
+    return _biased_gelu(approximate, x, bias), (x, bias)
+
+
+def _biased_gelu_backward(approximate, residuals, dout):
+    x, bias = residuals
+    y = x.astype(jnp.float32) + _row(bias, x)
+    cdf, density = _gaussian_cdf(approximate, y)
+    dx = dout.astype(jnp.float32) * (cdf + y * density)
+    return dx.astype(x.dtype), _sum_rows(dx)
+
+
+_biased_gelu.defvjp(_biased_gelu_forward, _biased_gelu_backward)
 
 
 class Embedding(nnx.Module):

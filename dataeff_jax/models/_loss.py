@@ -15,7 +15,7 @@ import numpy as np
 from dataeff_jax import typing
 from dataeff_jax.models import _arrays
 
-_CHUNK = 512  # tokens whose logits exist at one time
+_LOGITS = 2**26  # logits of a chunk: 256 MiB in float32
 
 
 def cross_entropy(
@@ -25,7 +25,7 @@ def cross_entropy(
     *,
     bias: typing.Array | None = None,
     weights: typing.Array | None = None,
-    chunk_size: int = _CHUNK,
+    chunk_size: int | None = None,
 ) -> typing.Array:
     """Summed cross entropy of tied-embedding logits, sum_t w_t (lse_t - z_t[target_t]).
 
@@ -39,7 +39,7 @@ def cross_entropy(
         targets: int32[...], the right word of each token.
         bias: float32[V] or None.
         weights: float32[...] of each token, 0 where it is not counted; None means 1.
-        chunk_size: Tokens a chunk.
+        chunk_size: Tokens a chunk; None means as many as have 2**26 logits (256 MiB).
 
     Returns:
         float32[], the sum (not the mean) over all tokens.
@@ -63,6 +63,8 @@ def cross_entropy(
             f"weights has shape {weights.shape}; it must be that of targets, "
             f"{targets.shape}."
         )
+    if chunk_size is None:
+        chunk_size = max(_LOGITS // embedding.shape[0], 1)
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1.")
     hidden = hidden.reshape(-1, hidden.shape[-1])  # [T, D]
@@ -83,7 +85,7 @@ def _cross_entropy(chunk_size, hidden, embedding, bias, targets, weights):
 
     parts = _chunks(chunk_size, hidden, targets, weights)
     (total,) = _vary_like(hidden, jnp.zeros((), jnp.float32))
-    return jax.lax.scan(step, total, parts)[0]
+    return _scan(step, total, parts)[0]
 
 
 def _cross_entropy_forward(chunk_size, hidden, embedding, bias, targets, weights):
@@ -104,14 +106,15 @@ def _cross_entropy_forward(chunk_size, hidden, embedding, bias, targets, weights
     zeros = (jnp.zeros((), jnp.float32), jnp.zeros(embedding.shape, jnp.float32))
     zeros += (None if bias is None else jnp.zeros(bias.shape, jnp.float32),)
     parts = _chunks(chunk_size, hidden, targets, weights)
-    carry, (dhidden, losses) = jax.lax.scan(step, _vary_like(hidden, *zeros), parts)
+    carry, (dhidden, losses) = _scan(step, _vary_like(hidden, *zeros), parts)
     total, dtable, dbias = carry
+    dbias = None if bias is None else jnp.asarray(dbias, bias.dtype)
     dhidden = dhidden.reshape(-1, hidden.shape[-1])[: hidden.shape[0]]
     dweights = None if weights is None else losses.reshape(-1)[: hidden.shape[0]]
     gradients = (
         dhidden,
         dtable.astype(embedding.dtype),
-        None if bias is None else dbias.astype(bias.dtype),
+        dbias,
         np.zeros(targets.shape, jax.dtypes.float0),
         dweights,
     )
@@ -128,6 +131,14 @@ def _cross_entropy_backward(chunk_size, gradients, cotangent):
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+
+
+def _scan(step, carry, parts):
+    """`lax.scan`; a single chunk runs without the loop, which would copy its arrays."""
+    if parts[0].shape[0] > 1:
+        return jax.lax.scan(step, carry, parts)
+    carry, out = step(carry, tuple(part[0] for part in parts))
+    return carry, jax.tree.map(lambda x: x[None], out)
 
 
 def _dot(equation, x, y):

@@ -22,7 +22,7 @@ from dataeff_jax.models import _transformer
 
 
 class _Source(NamedTuple):
-    """Where a parameter comes from: names to join on the last axis, and their layout."""
+    """Where a parameter comes from: names to join on the last axis, their layout."""
 
     names: tuple[str, ...]
     transposed: bool = False
@@ -107,7 +107,7 @@ def load_safetensors(
     rngs: nnx.Rngs | None = None,
     **kwargs: Any,
 ) -> _transformer.GPT | _transformer.BERT:
-    """Builds a GPT or BERT from a safetensors file with Hugging Face's GPT-2 or BERT names.
+    """Builds a GPT or BERT from safetensors with the names of Hugging Face's classes.
 
     Sizes are read from the tensors; the number of heads, which no tensor shows, from
     `config.json` in the same directory or from `num_heads`. BERT's pooler and

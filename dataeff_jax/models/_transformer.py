@@ -20,9 +20,18 @@ Remat = Literal["block"]
 class _LanguageModel(nnx.Module):
     """What GPT and BERT share: sizes, the stack, and the count of their operations."""
 
-    blocks: Any
-    token_embedding: Any
+    blocks: _block.Block
+    token_embedding: _layers.Embedding
     causal: bool
+    vocab_size: int
+    max_length: int
+    num_layers: int
+    width: int
+    num_heads: int
+    ffw_width: int
+    dropout_rate: float
+    remat: Remat | None
+    layers: _block.Layers
 
     def _set_sizes(self, **sizes):
         _block.check_sizes(**sizes)
@@ -310,6 +319,7 @@ class BERT(_LanguageModel):
     """
 
     causal = False
+    type_vocab_size: int
 
     def __init__(
         self,

@@ -45,6 +45,17 @@ class ViT(nnx.Module):
     """
 
     causal = False
+    image_size: int
+    patch_size: int
+    num_classes: int
+    num_layers: int
+    width: int
+    num_heads: int
+    num_channels: int
+    ffw_width: int
+    dropout_rate: float
+    remat: Literal["block"] | None
+    layers: _block.Layers
 
     def __init__(
         self,
