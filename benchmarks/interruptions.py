@@ -1,6 +1,6 @@
 """Kills a training run at random moments and compares it with an unbroken one.
 
-    python -m benchmarks.interruptions --kills=20 --output=docs/results/interruptions.json
+    python -m benchmarks.interruptions --kills=20 [--output=FILE.json]
 
 Each case starts a run in a process of its own, kills it with SIGKILL (every second time
 in the middle of writing a checkpoint), starts the same command again and lets it end.

@@ -8,13 +8,14 @@ The same seed gives the same text.
 import argparse
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dataeff_jax import data, models, training
+from dataeff_jax import data, training
 
 
 @functools.partial(nnx.jit, static_argnames=("temperature", "top_k"))
@@ -28,7 +29,7 @@ def _next_token(model, window, last, key, *, temperature, top_k):
 
 
 def generate(
-    model: models.GPT,
+    model: Any,
     prompt,
     *,
     num_tokens: int,

@@ -94,8 +94,8 @@ def build_step(config, mesh: jax.sharding.Mesh) -> Step:
     step = training.data_parallel_step(
         loss_fn, tx, accumulation_steps=config.optimizer.accumulation_steps
     )
-    state = training.TrainState(
-        jax.ShapeDtypeStruct((), jnp.int32), params, jax.eval_shape(tx.init, params)
+    state = jax.eval_shape(
+        lambda params: training.TrainState.create(params, tx), params
     )
     key = jax.eval_shape(lambda: jax.random.key(0))
     rate = jax.ShapeDtypeStruct((), jnp.float32)

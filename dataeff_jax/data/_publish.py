@@ -63,17 +63,23 @@ def remove_leftovers(directory: pathlib.Path) -> None:
             os.close(descriptor)
 
 
+def _own_lock(directory: pathlib.Path) -> tuple[str, pathlib.Path, int]:
+    """A name that no other writer has, its lock file, and the descriptor locked."""
+    while True:
+        identity = os.urandom(8).hex()
+        lock = _sibling(directory, identity, "lock")
+        descriptor = _try_lock(lock, create=True)
+        if descriptor is not None:
+            return identity, lock, descriptor
+
+
 @contextlib.contextmanager
 def temporary_directory(
     directory: pathlib.Path,
 ) -> collections.abc.Iterator[pathlib.Path]:
     """Give an empty directory beside ``directory``; what is left of it is removed."""
     directory.absolute().parent.mkdir(parents=True, exist_ok=True)
-    descriptor = None
-    while descriptor is None:
-        identity = os.urandom(8).hex()
-        lock = _sibling(directory, identity, "lock")
-        descriptor = _try_lock(lock, create=True)
+    identity, lock, descriptor = _own_lock(directory)
     temporary = _sibling(directory, identity, "new")
     try:
         temporary.mkdir()

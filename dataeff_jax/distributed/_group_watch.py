@@ -48,7 +48,8 @@ class GroupWatch(_watch.Watch):
         self._beats_seen, self._silent = 0, 0.0  # by the clock thread
         self._turn = threading.Lock()  # held while all agree on the step to stop at
         self._has_turn = False  # the talking thread holds it
-        self._polled, self._last_step = -1, None
+        self._polled = -1
+        self._last_step: int | None = None
         self._all_left = threading.Event()
         self._ending = threading.Lock()
         self._obituary = _obituary.Obituary()

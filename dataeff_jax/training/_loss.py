@@ -37,6 +37,7 @@ has ['y'].
         loss_sum, weight_sum = sums
         shapes = (jnp.shape(loss_sum), jnp.shape(weight_sum))
     except (TypeError, ValueError):
+        loss_sum = weight_sum = None
         shapes = jax.tree.map(jnp.shape, sums)
     if shapes != ((), ()):
         raise ValueError(

@@ -25,7 +25,7 @@ class TrainState(NamedTuple):
       (0, (2,))
     """
 
-    step: jax.Array  # int32[], optimizer steps done, not micro-batches
+    step: typing.Array  # int32[], optimizer steps done, not micro-batches
     params: typing.Params
     opt_state: optax.OptState
 

@@ -1,4 +1,4 @@
-"""A config that cannot run ends the command with status 2 and says all that is wrong."""
+"""A config that cannot run ends with status 2 and says all that is wrong."""
 
 import pytest
 
