@@ -53,7 +53,7 @@ def vary_together(*arrays: typing.Array | None) -> tuple[Any, ...]:
         >>> vary_together(jnp.ones(2), None)[1] is None
         True
     """
-    axes = [
+    axes: list[frozenset] = [
         frozenset() if a is None else jax.typeof(a).manual_axis_type.varying
         for a in arrays
     ]

@@ -78,11 +78,11 @@ def attention(
     segment_ids = _segments(segment_ids, lengths, q.shape[1])
     q, k, v, segment_ids = _arrays.vary_together(q, k, v, segment_ids)
     out = _blocked(causal, _turn(q), _turn(k), _turn(v), segment_ids)
-    return _turn(out)
+    return jnp.swapaxes(jnp.asarray(out), 1, 2)
 
 
 def _turn(x: typing.Array) -> typing.Array:
-    """[B, S, H, D] -> [B, H, S, D] and back."""
+    """[B, S, H, D] -> [B, H, S, D]."""
     return jnp.swapaxes(x, 1, 2)
 
 
