@@ -115,16 +115,28 @@ def _override(config, key: str, text: str) -> list[str]:
     return []
 
 
+def _count(text: str) -> int | float:
+    """An integer, or a fraction of the run where an argument takes one (0.1)."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 1.0
+    if not 0 < fraction < 1:
+        raise ValueError("expected an integer, like 100")
+    return fraction
+
+
 def _value(text: str, default):
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError("expected true or false")
         return text.lower() == "true"
     if isinstance(default, int):
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError("expected an integer, like 100") from None
+        return _count(text)
     if isinstance(default, float):
         try:
             return float(text)

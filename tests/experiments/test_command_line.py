@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import command_line
+from experiments import builders, command_line
 
 BASELINE = "configs/gpt_baseline.py:tiny"
 
@@ -34,6 +34,12 @@ def test_overrides_take_the_type_of_the_default():
     assert config.optimizer.kwargs.b1 == 0.8
 
 
+def test_a_warm_up_may_be_a_fraction_of_the_run():
+    config = parse("--config.schedule.kwargs.warmup=0.25").config
+    schedule = builders.schedule(config)
+    assert schedule(5) == max(map(schedule, range(21)))
+
+
 def test_an_argument_of_a_block_may_be_added():
     assert parse("--config.optimizer.kwargs.eps_root=1e-9").config.optimizer.kwargs[
         "eps_root"
@@ -47,6 +53,8 @@ def test_an_argument_of_a_block_may_be_added():
         ("--config.trian.num_steps=5", "did you mean 'train"),
         ("--config.train.seq_len=5", "did you mean 'data.seq_len'"),
         ("--config.train.num_steps=1e2", "expected an integer"),
+        ("--config.train.num_steps=0.5", "is float, expected int"),
+        ("--config.model.kwargs.num_layers=0.5", "is float, GPT wants int"),
         ("--config.train.num_steps=true", "expected an integer"),
         ("--config.schedule.kwargs.peak_value=big", "expected a number"),
         ("--config.schedule.name=warmup_cosin_schedule", "warmup_cosine_schedule"),
