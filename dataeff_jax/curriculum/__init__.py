@@ -1,5 +1,27 @@
 """Curriculum learning: analyze once, then sample by difficulty."""
 
+from dataeff_jax.curriculum._analyzer import analyze
+from dataeff_jax.curriculum._difficulty import (
+    Lexicographic,
+    Metric,
+    function_metric,
+    sequence_length,
+    vocabulary_rarity,
+)
 from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
+from dataeff_jax.curriculum._index import DifficultyIndex
+from dataeff_jax.curriculum._records import ArraySource, Records
 
-__all__ = ["Criterion", "percentile_count"]
+__all__ = [
+    "ArraySource",
+    "Criterion",
+    "DifficultyIndex",
+    "Lexicographic",
+    "Metric",
+    "Records",
+    "analyze",
+    "function_metric",
+    "percentile_count",
+    "sequence_length",
+    "vocabulary_rarity",
+]

@@ -262,27 +262,3 @@ def raise_tau(
         ranks = np.arange(start, start + len(samples))
         stage = np.searchsorted(counts, ranks, side="right").astype(tau.dtype)
         tau[samples] = np.maximum(tau[samples], stage)
-
-
-def cluster_counts(tau: np.ndarray, num_stages: int) -> np.ndarray:
-    """Return the samples admitted up to each stage, int64[J]."""
-    sizes = np.zeros(num_stages + 1, np.int64)
-    for start in range(0, len(tau), _CHUNK):
-        part = tau[start : start + _CHUNK]
-        sizes += np.bincount(part, minlength=num_stages + 1)
-    return np.cumsum(sizes[:-1])
-
-
-def order_by_tau(tau: np.ndarray, counts: np.ndarray, out: np.ndarray) -> None:
-    """Write the samples sorted by tau, then by sample, into ``out`` [counts[-1]]."""
-    places = np.concatenate([[0], counts[:-1]])
-    for start in range(0, len(tau), _CHUNK):
-        part = tau[start : start + _CHUNK]
-        samples = np.argsort(part, kind="stable")  # a radix sort for 16 bits
-        sizes = np.bincount(part, minlength=len(counts) + 1)
-        begin = 0
-        for stage, size in enumerate(sizes[:-1].tolist()):
-            piece = samples[begin : begin + size]
-            out[places[stage] : places[stage] + size] = piece + start
-            places[stage] += size
-            begin += size

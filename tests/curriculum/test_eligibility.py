@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dataeff_jax import curriculum, schedules
-from dataeff_jax.curriculum import _eligibility
+from dataeff_jax.curriculum import _eligibility, _sorting
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
 CLUSTERS = json.loads((GOLDEN / "data_sampler_clusters.json").read_text())
@@ -26,10 +26,11 @@ def clusters_of(metrics, criteria, *, step_offset=1, num_steps=None):
         values = np.asarray(metrics[name])
         order = np.argsort(values, kind="stable")
         _eligibility.raise_tau(tau, criterion, stages.difficulties[name], values, order)
-    counts = _eligibility.cluster_counts(tau, len(stages.starts))
-    out = np.zeros(counts[-1], np.int64)
-    _eligibility.order_by_tau(tau, counts, out)
-    edges = np.concatenate([[0], counts])
+    out = np.zeros(num_samples, np.int64)
+    sizes = _sorting.group_samples(
+        lambda piece: tau[piece], num_samples, len(stages.starts), out
+    )
+    edges = np.concatenate([[0], np.cumsum(sizes)])
     pairs = itertools.pairwise(edges)
     return stages, [out[low:high].tolist() for low, high in pairs]
 
@@ -129,6 +130,7 @@ def test_the_order_does_not_depend_on_the_chunks(chunk, monkeypatch):
     }
     want = clusters_of(metrics, criteria)[1]
     monkeypatch.setattr(_eligibility, "_CHUNK", chunk)
+    monkeypatch.setattr(_sorting, "IN_MEMORY", 4 * chunk)
     assert clusters_of(metrics, criteria)[1] == want
 
 
