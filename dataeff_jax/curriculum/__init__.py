@@ -1,6 +1,7 @@
 """Curriculum learning: analyze once, then sample by difficulty."""
 
 from dataeff_jax.curriculum._analyzer import analyze
+from dataeff_jax.curriculum._dataset import Sampler, batches, dataset
 from dataeff_jax.curriculum._difficulty import (
     Lexicographic,
     Metric,
@@ -11,6 +12,7 @@ from dataeff_jax.curriculum._difficulty import (
 from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
 from dataeff_jax.curriculum._index import DifficultyIndex
 from dataeff_jax.curriculum._records import ArraySource, Records
+from dataeff_jax.curriculum._sampler import SampleOrder
 
 __all__ = [
     "ArraySource",
@@ -19,7 +21,11 @@ __all__ = [
     "Lexicographic",
     "Metric",
     "Records",
+    "SampleOrder",
+    "Sampler",
     "analyze",
+    "batches",
+    "dataset",
     "function_metric",
     "percentile_count",
     "sequence_length",
