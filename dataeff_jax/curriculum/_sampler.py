@@ -112,8 +112,9 @@ class SampleOrder:
         pool = _draws.Pool(starts, sizes, batch_size, seed)
         self._pool, self._draws = pool, _DRAWS[draw](pool)
         self._settings = (index, pool, draw)
-        keys = [_permutation.key_of(seed, 5, cluster) for cluster in range(len(sizes))]
-        self._keys = np.array(keys, np.uint64)
+        base = np.uint64(_permutation.key_of(seed, 5))
+        clusters = np.arange(len(sizes), dtype=np.uint64)
+        self._keys = _permutation.mixed(clusters + base)
         self._start()
 
     def _start(self) -> None:
