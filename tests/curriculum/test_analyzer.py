@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataeff_jax import curriculum
-from dataeff_jax.curriculum import _analyzer, _index, _sorting
+from dataeff_jax.curriculum import _index, _shards, _sorting
 from dataeff_jax.data import _publish
 
 VOCAB = 50
@@ -344,14 +344,16 @@ def test_names_and_percentiles_that_are_not_there(tmp_path):
 def test_a_second_writer_of_the_same_is_refused_and_a_dead_lock_is_not(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_analyzer, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(_shards, "_PATIENCE_SECONDS", 0.1)
     directory = tmp_path / "index"
-    with _analyzer._own_parts(directory, "key"):
+    with _shards.own_parts(directory, "key"):
         with pytest.raises(ValueError, match="Another process analyzes the same"):
-            with _analyzer._own_parts(directory, "key"):
+            with _shards.own_parts(directory, "key"):
                 pass
-    _analyzer._parts(directory, "key").with_suffix(".partslock").touch()  # its file
-    with _analyzer._own_parts(directory, "key") as parts:
+    _shards.parts_directory(directory, "key").with_suffix(
+        ".partslock"
+    ).touch()  # its file
+    with _shards.own_parts(directory, "key") as parts:
         assert parts.exists()
 
 
@@ -408,6 +410,12 @@ def test_a_reader_sees_the_old_index_or_the_new_one(tmp_path):
     thread.join()
     assert not failures
     assert seen <= {10, 20}
+
+
+def test_what_cannot_be_sent_to_processes_is_named(tmp_path):
+    metric = curriculum.function_metric(lambda record: 1, name="odd")
+    with pytest.raises(ValueError, match="odd cannot be sent to processes"):
+        curriculum.analyze(ROWS, [metric], tmp_path / "index", num_workers=2)
 
 
 # Sorting

@@ -2,12 +2,13 @@ import collections
 import itertools
 import json
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from dataeff_jax import curriculum, schedules
-from dataeff_jax.curriculum import _draws, _permutation
+from dataeff_jax.curriculum import _draws, _index, _permutation
 
 LINEAR = schedules.fixed_linear_schedule
 ROOT = schedules.fixed_root_schedule
@@ -378,3 +379,40 @@ def test_a_step_before_the_first_is_refused(index):
     order = curriculum.SampleOrder(index, one(), batch_size=16, seed=0)
     with pytest.raises(IndexError, match="step=-1"):
         order[-1]
+
+
+def test_a_huge_index_costs_no_memory_and_no_time(tmp_path):
+    # 20 million samples: the values are a hole in the file, their order is 0, 1, 2, ...
+    size = 20_000_000
+    files = {}
+    for kind, dtype in (("values", np.int8), ("order", np.uint32)):
+        path = tmp_path / f"f.{kind}.npy"
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(size,))
+        if kind == "order":
+            for start in range(0, size, 10**6):
+                array[start : start + 10**6] = np.arange(start, start + 10**6)
+        array.flush()
+        checksum = _index.block_checksum(path)
+        num_bytes = path.stat().st_size
+        files[path.name] = {"num_bytes": num_bytes, "checksum": checksum, "sha256": ""}
+    manifest = {
+        "format": _index.FORMAT,
+        "version": _index.VERSION,
+        "build": "",
+        "num_samples": size,
+        "source": "",
+        "metrics": {"f": {}},
+        "files": files,
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    criteria = {"f": curriculum.Criterion(ROOT(1, max_difficulty=100, total=1000))}
+    tracemalloc.start()
+    index = curriculum.DifficultyIndex(tmp_path)
+    order = curriculum.SampleOrder(index, criteria, batch_size=256, seed=0)
+    for step in (*range(10), 10**6):
+        assert len(set(order[step].tolist())) == 256
+        assert order[step].max() < order.num_eligible(step)
+    assert len(pickle.dumps(order)) < 10_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
