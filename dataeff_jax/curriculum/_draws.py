@@ -7,10 +7,10 @@ pair (cluster, number of the draw within the cluster), and what is needed at a s
 how many draws each cluster has had before: a closed form within a stage, and one vector
 at the start of each.
 
-Every sample of a pool should have the same rate. ``Stratified`` keeps each cluster's
-draws within two of n_c * draws / E, exactly at the ends of stages, and shuffles within
-blocks. ``Parity`` draws the counts of each batch from a multinomial distribution, as
-the original does. ``Iid`` draws each sample anew.
+Every sample of a pool should have the same rate. ``Stratified`` shuffles within blocks
+and keeps each cluster's draws, at the ends of blocks, within about two of the sum of
+n_c * draws / E. ``Parity`` draws the counts of each batch from a multinomial
+distribution, as the original does. ``Iid`` draws each sample anew.
 """
 
 import functools

@@ -94,6 +94,17 @@ def test_a_transform_gets_the_number_of_the_draw(order):
     assert steps[3]["draw"].tolist() == list(range(3 * 16 + 8, 4 * 16))
 
 
+def test_prefetched_batches_tell_their_own_difficulty(order):
+    iterator = data.prefetch(curriculum.batches(Rows(), order), buffer_size=16)
+    for step in range(45):
+        batch = next(iterator)
+        want = CRITERIA["difficulty"].schedule(step + 1)
+        assert batch["step"].tolist() == [step] * 16
+        assert batch["difficulty_difficulty"].tolist() == [want] * 16
+        assert batch["labels"].tolist() == order[step].tolist()
+    iterator.close()
+
+
 def test_records_compose_with_map_and_batch(order):
     labels = curriculum.dataset(Rows(), order).map(lambda record: record["labels"])
     found = list(itertools.islice(labels.batch(16).to_iter_dataset(), 5))
