@@ -14,6 +14,7 @@ __all__ = [
     "__version__",
     "aot",
     "collectives",
+    "curriculum",
     "data",
     "distributed",
     "models",

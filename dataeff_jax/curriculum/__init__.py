@@ -1,0 +1,33 @@
+"""Curriculum learning: analyze once, then sample by difficulty."""
+
+from dataeff_jax.curriculum._analyzer import analyze
+from dataeff_jax.curriculum._dataset import Sampler, batches, dataset
+from dataeff_jax.curriculum._difficulty import (
+    Lexicographic,
+    Metric,
+    function_metric,
+    sequence_length,
+    vocabulary_rarity,
+)
+from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
+from dataeff_jax.curriculum._index import DifficultyIndex
+from dataeff_jax.curriculum._records import ArraySource, Records
+from dataeff_jax.curriculum._sampler import SampleOrder
+
+__all__ = [
+    "ArraySource",
+    "Criterion",
+    "DifficultyIndex",
+    "Lexicographic",
+    "Metric",
+    "Records",
+    "SampleOrder",
+    "Sampler",
+    "analyze",
+    "batches",
+    "dataset",
+    "function_metric",
+    "percentile_count",
+    "sequence_length",
+    "vocabulary_rarity",
+]
