@@ -401,7 +401,10 @@ def _write_files(workdir: pathlib.Path, resolved: dict, tokenizer) -> None:
         (training.CONFIG_FILE, resolved),
         ("versions.json", versions),
     ):
-        (workdir / name).write_text(json.dumps(content, indent=2) + "\n")
+        # A resumed run writes them again, and must not lose them if it is killed here.
+        new = workdir / f".{name}.new"
+        new.write_text(json.dumps(content, indent=2) + "\n")
+        new.replace(workdir / name)
     tokenizer.save(workdir / "tokenizer.json")
 
 

@@ -69,6 +69,24 @@ def test_the_work_directory_tells_how_it_was_made(finished):
     assert list((finished / "tensorboard").iterdir())
 
 
+def test_a_start_killed_while_it_writes_its_config_can_be_repeated(
+    finished, tmp_path, monkeypatch
+):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+
+    def write_half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", write_half)
+        with pytest.raises(KeyboardInterrupt):
+            train(workdir)
+    train(workdir)
+    assert lines(workdir) == lines(finished)
+
+
 def test_a_finished_run_started_again_changes_nothing(finished, tmp_path):
     workdir = shutil.copytree(finished, tmp_path / "copy")
     train(workdir)
