@@ -20,8 +20,8 @@ def get_config(arg=None):
     config.model.kwargs = dict(
         num_layers=2, width=128, num_heads=4, positions="rope", layers="unroll"
     )
-    config.train.num_steps = 1500
-    config.schedule.kwargs.update(peak_value=4e-3, warmup=75)
+    config.train.num_steps = 1200
+    config.schedule.kwargs.update(peak_value=4e-3, warmup=60)
     config.eval.compare_with_ngrams = True
     if arg.tiny:
         config.data.update(seq_len=32, batch_size=8)

@@ -176,7 +176,8 @@ class Run:
         with self.checkpoints, logger, contextlib.closing(self._prefetch()) as batches:
             if not self.restored:
                 watch.report(0, "evaluate")
-                logger.log(0, self.ledger.to_json() | self.evaluate())
+                start = {**self.ledger.to_json(), "seconds": 0.0}
+                logger.log(0, start | self.evaluate())
             if self.step < num_steps:
                 watch.report(self.step, "compile")
                 self._compile()

@@ -118,7 +118,6 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.LatestN(keep),
                 cleanup_tmp_directories=not read_only,
-                read_only=read_only,
                 create=not read_only,
             ),
         )
