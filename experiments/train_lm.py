@@ -173,7 +173,9 @@ class Run:
         logger = training.MetricsLogger(
             self.workdir, restored_step=self.step if self.restored else None
         )
-        with self.checkpoints, logger, contextlib.closing(self._prefetch()) as batches:
+        profile = _Profile(profile_steps, self.workdir / "profile")
+        prefetch = contextlib.closing(self._prefetch())
+        with self.checkpoints, logger, profile, prefetch as batches:
             if not self.restored:
                 watch.report(0, "evaluate")
                 start = {**self.ledger.to_json(), "seconds": 0.0}
@@ -186,13 +188,9 @@ class Run:
             began = time.monotonic()
             while self.step < num_steps and not watch.stop_requested(self.step):
                 watch.report(self.step, "train")
-                if profile_steps and self.step == profile_steps[0]:
-                    jax.profiler.start_trace(str(self.workdir / "profile"))
+                profile.before(self.step)
                 self._take_step(batches)
-                if profile_steps and self.step > profile_steps[1]:
-                    jax.block_until_ready(self.state)
-                    jax.profiler.stop_trace()
-                    profile_steps = None
+                profile.after(self.step, self.state)
                 due = self._due()
                 if due:
                     metrics = self._settle()
@@ -361,6 +359,31 @@ class Run:
         (self.workdir / "summary.txt").write_text(summary + "\n")
         print(f"\n{summary}\n\nplot: {plot}")
         return records[-1]
+
+
+class _Profile(contextlib.AbstractContextManager):
+    """A profiler's trace of chosen steps, of as many of them as the run takes."""
+
+    def __init__(self, steps: tuple[int, int] | None, directory: pathlib.Path):
+        self._first, self._last = steps or (0, -1)
+        self._directory = directory
+        self._running = False
+
+    def before(self, step: int) -> None:
+        # A resumed run may begin in the middle of the steps, or behind them.
+        if not self._running and self._first <= step <= self._last:
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+
+    def after(self, steps_done: int, state: training.TrainState) -> None:
+        if self._running and steps_done > self._last:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __exit__(self, *exception) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
 
 
 @jax.jit

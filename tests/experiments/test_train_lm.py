@@ -208,10 +208,19 @@ def test_an_encoder_learns_masked_tokens_with_lamb(tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_a_profile_of_chosen_steps_is_written(tmp_path):
+@pytest.mark.parametrize("last", [2, 1000], ids=["inside", "behind the end"])
+def test_a_profile_of_chosen_steps_is_written(tmp_path, last):
     short = ("--config.train.num_steps=3", "--config.schedule.kwargs.warmup=1")
-    train(tmp_path, *short, profile_steps=(1, 2))
+    train(tmp_path, *short, profile_steps=(1, last))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_run_resumed_behind_the_steps_to_profile_goes_on(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    more = "--config.train.num_steps=22"
+    train(workdir, more, accept_config_changes=True, profile_steps=(1, 2))
+    assert training.read_log(workdir)[-1]["step"] == 22
+    assert not (workdir / "profile").exists()
 
 
 def test_text_comes_out_and_the_same_seed_gives_the_same(finished, capsys):
