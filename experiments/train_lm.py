@@ -9,6 +9,7 @@ after its newest complete checkpoint, exactly.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -102,6 +103,8 @@ def set_up(
 
     tx = builders.optimizer(config, params)
     state = training.TrainState.create(params, tx)
+    # The state has its own copy; a second one would stay on a device for the whole run.
+    model = nnx.merge(graphdef, jax.eval_shape(lambda: params))
 
     # Restore.
     checkpoints = training.Checkpoints(
@@ -147,7 +150,7 @@ class Run:
     resolved: dict[str, Any]
     workdir: pathlib.Path
     corpus: builders.Corpus
-    model: models.GPT | models.BERT
+    model: models.GPT | models.BERT  # shapes only; the parameters are in `state`
     loss_fn: Callable[..., Any]
     step_fn: Any  # jitted; compiled ahead when training starts
     schedule: Callable[[int], float]
@@ -225,7 +228,7 @@ class Run:
             "validation_tokens": found["tokens"],
         }
 
-    @property
+    @functools.cached_property
     def key(self) -> jax.Array:
         """What the step folds its number into; never changes."""
         return jax.random.key(self.config.seed)

@@ -1,5 +1,6 @@
 """The whole run: it learns, resumes exactly, stops at nonsense, and says why."""
 
+import gc
 import json
 import pathlib
 import shutil
@@ -58,6 +59,19 @@ def test_a_line_holds_the_ledger_and_every_step_is_there(finished):
     s, h, v = 32, 32, 512
     forward = 2 * (24 * s * h * h + 2 * s * s * h) + 2 * s * h * v
     assert records[-1]["flops"] == 20 * 8 * 3 * forward
+
+
+def test_a_run_holds_its_parameters_once(tmp_path):
+    def tables():
+        gc.collect()
+        return sum(x.shape == (512, 32) for x in jax.live_arrays())
+
+    before, config = tables(), config_of("--config.mesh.axes.data=1")
+    with jax.set_mesh(distributed.data_mesh(1)):
+        run = train_lm.set_up(config, tmp_path)
+        with run.checkpoints:
+            # The embedding, and Adam's two means of its gradients.
+            assert tables() - before == 3
 
 
 def test_the_work_directory_tells_how_it_was_made(finished):
