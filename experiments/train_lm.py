@@ -139,6 +139,7 @@ def set_up(
         step=loop["step"],
         ledger=training.Ledger.from_json(loop["ledger"]),
         seconds=loop["seconds"],
+        logged=(loop["step"], loop["seconds"]),
     )
 
 
@@ -161,6 +162,7 @@ class Run:
     step: int  # steps done
     ledger: training.Ledger
     seconds: float  # spent on steps; compiling, evaluating and saving left out
+    logged: tuple[int, float]  # step and seconds of the last line
     data_seconds: float = 0.0  # of this session, blocked on the next batch
     learning_rate: float = 0.0  # of the last step
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)  # unread metrics
@@ -327,7 +329,9 @@ class Run:
             line |= self.evaluate()
         progress.update(self.step, loss=line["loss"])
         if due & {"log", "evaluate"}:
-            rate = progress.steps_per_second or 0.0
+            steps, seconds = self.step - self.logged[0], self.seconds - self.logged[1]
+            rate = steps / seconds if seconds else 0.0
+            self.logged = self.step, self.seconds
             tokens = self.config.data.batch_size * self.config.data.seq_len
             line |= {
                 "seconds": self.seconds,

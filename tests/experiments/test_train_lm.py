@@ -1,6 +1,7 @@
 """The whole run: it learns, resumes exactly, stops at nonsense, and says why."""
 
 import gc
+import itertools
 import json
 import pathlib
 import shutil
@@ -59,6 +60,15 @@ def test_a_line_holds_the_ledger_and_every_step_is_there(finished):
     s, h, v = 32, 32, 512
     forward = 2 * (24 * s * h * h + 2 * s * s * h) + 2 * s * h * v
     assert records[-1]["flops"] == 20 * 8 * 3 * forward
+
+
+def test_the_rate_of_a_line_is_that_of_the_steps_since_the_last_one(finished):
+    records = training.read_log(finished)
+    for before, line in itertools.pairwise(records):
+        seconds = line["seconds"] - before["seconds"]
+        # The differences of logged sums lose digits: seconds are far below 1e3.
+        assert line["steps_per_second"] * seconds == pytest.approx(1, rel=1e-6)
+        assert line["tokens_per_second"] == line["steps_per_second"] * 8 * 32
 
 
 def test_a_run_holds_its_parameters_once(tmp_path):
