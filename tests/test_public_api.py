@@ -1,9 +1,12 @@
 """Every public name is exported, documented and shown at work, and the examples run."""
 
+import ast
 import doctest
 import importlib
 import inspect
 import pathlib
+import subprocess
+import sys
 import tempfile
 import types
 
@@ -33,6 +36,29 @@ def modules_with_examples():
         for path in sorted((ROOT / package).rglob("*.py")):
             if ">>> " in path.read_text():
                 yield ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def test_editors_see_the_namespaces_that_load_on_first_use():
+    tree = ast.parse(pathlib.Path(dataeff_jax.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    (imports,) = block.body
+    assert [alias.name for alias in imports.names] == NAMESPACES
+
+
+@pytest.mark.parametrize(
+    ("namespace", "unwanted"),
+    [
+        ("__version__", ["jax", "flax", "optax", "orbax", "grain", "ml_collections"]),
+        # Ready-made GPU images have jax, flax, optax and orbax, but not these.
+        ("training", ["grain", "tokenizers", "matplotlib", "ml_collections"]),
+    ],
+)
+def test_an_import_brings_no_more_than_it_needs(namespace, unwanted):
+    code = f"import sys, dataeff_jax as de; de.{namespace}; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True
+    )
+    assert not set(unwanted) & set(found.stdout.decode().split())
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
