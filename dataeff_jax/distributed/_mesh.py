@@ -217,7 +217,10 @@ def to_host(tree: typing.PyTree) -> typing.PyTree:
       >>> to_host({"loss": jnp.ones(2)})
       {'loss': array([1., 1.], dtype=float32)}
     """
-    leaves = jax.tree.leaves(tree)
-    if all(getattr(x, "is_fully_addressable", True) for x in leaves):
-        return jax.device_get(tree)
-    return multihost_utils.process_allgather(tree, tiled=True)
+
+    def whole(x):
+        if getattr(x, "is_fully_addressable", True):
+            return x  # a gather would join the processes' copies end to end
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.device_get(jax.tree.map(whole, tree))

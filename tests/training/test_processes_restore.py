@@ -20,6 +20,7 @@ _PROCESS = textwrap.dedent(
     """
     import sys
     import jax, optax
+    import numpy as np
     from dataeff_jax import distributed, optimizers, testing, training
 
     index, port, workdir = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -39,6 +40,9 @@ _PROCESS = textwrap.dedent(
                 state, metrics = step(state, part, jax.random.key(0))
             checkpoints.save(3, state, {"loss": training.read_metrics(metrics)["loss"]})
             checkpoints.restore_latest(state)
+        mixed = {"here": np.ones(2), "everywhere": metrics["loss_sum"]}
+        shapes = {k: v.shape for k, v in distributed.to_host(mixed).items()}
+        assert shapes == {"here": (2,), "everywhere": (4,)}, shapes
     """
 )
 
