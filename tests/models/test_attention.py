@@ -158,7 +158,7 @@ def largest_square(function, size, *args):
     return [shape for shape in shapes if sum(n >= size for n in shape) > 1]
 
 
-@pytest.mark.parametrize("size", [2048, 4096])
+@pytest.mark.parametrize("size", [512, 1024, 2048])
 @pytest.mark.parametrize("kind", ["plain", "segments", "lengths"])
 def test_no_array_of_the_program_is_quadratic_in_the_sequence(size, kind):
     arrays = inputs(size, batch=1, heads=1)
@@ -171,13 +171,13 @@ def test_no_array_of_the_program_is_quadratic_in_the_sequence(size, kind):
     assert largest_square(run, size, *arrays) == []
 
 
-def test_compile_work_is_bounded_at_long_sequences():
+def test_the_program_does_not_grow_with_long_sequences():
     def equations(size):
         arrays = inputs(size, batch=1, heads=1)
         run = functools.partial(value_and_gradients.__wrapped__, causal=True)
         return len(str(jax.make_jaxpr(run)(*arrays)).splitlines())
 
-    assert equations(8192) == equations(4096)
+    assert equations(8192) == equations(2048) == equations(1024)
 
 
 def test_segment_ids_need_the_blocked_form():
