@@ -7,6 +7,22 @@ orbax or flax.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
+    from dataeff_jax import (
+        aot,
+        collectives,
+        curriculum,
+        data,
+        distributed,
+        models,
+        optimizers,
+        schedules,
+        testing,
+        training,
+        typing,
+    )
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,16 @@ from jax.experimental import topologies
 
 from dataeff_jax import collectives
 
+__all__ = [
+    "H200_BYTES",
+    "Kernel",
+    "Memory",
+    "Plan",
+    "compile_for",
+    "h200_devices",
+    "read_kernels",
+]
+
 H200_BYTES = 141 * 10**9
 
 # XLA's textual description of a target; figures from NVIDIA's data sheet of the H200

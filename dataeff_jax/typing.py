@@ -5,6 +5,16 @@ from typing import Any, TypeAlias
 
 import jax
 
+__all__ = [
+    "Array",
+    "AxisName",
+    "Batch",
+    "KeyArray",
+    "Params",
+    "PyTree",
+    "Schedule",
+]
+
 Array: TypeAlias = jax.Array
 AxisName: TypeAlias = str | tuple[str, ...]
 Batch: TypeAlias = dict[str, Any]  # arrays whose first axis is the row, [B, ...]

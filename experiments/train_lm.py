@@ -9,6 +9,7 @@ after its newest complete checkpoint, exactly.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -102,6 +103,8 @@ def set_up(
 
     tx = builders.optimizer(config, params)
     state = training.TrainState.create(params, tx)
+    # The state has its own copy; a second one would stay on a device for the whole run.
+    model = nnx.merge(graphdef, jax.eval_shape(lambda: params))
 
     # Restore.
     checkpoints = training.Checkpoints(
@@ -136,6 +139,7 @@ def set_up(
         step=loop["step"],
         ledger=training.Ledger.from_json(loop["ledger"]),
         seconds=loop["seconds"],
+        logged=(loop["step"], loop["seconds"]),
     )
 
 
@@ -147,7 +151,7 @@ class Run:
     resolved: dict[str, Any]
     workdir: pathlib.Path
     corpus: builders.Corpus
-    model: models.GPT | models.BERT
+    model: models.GPT | models.BERT  # shapes only; the parameters are in `state`
     loss_fn: Callable[..., Any]
     step_fn: Any  # jitted; compiled ahead when training starts
     schedule: Callable[[int], float]
@@ -158,6 +162,7 @@ class Run:
     step: int  # steps done
     ledger: training.Ledger
     seconds: float  # spent on steps; compiling, evaluating and saving left out
+    logged: tuple[int, float]  # step and seconds of the last line
     data_seconds: float = 0.0  # of this session, blocked on the next batch
     learning_rate: float = 0.0  # of the last step
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)  # unread metrics
@@ -173,7 +178,9 @@ class Run:
         logger = training.MetricsLogger(
             self.workdir, restored_step=self.step if self.restored else None
         )
-        with self.checkpoints, logger, contextlib.closing(self._prefetch()) as batches:
+        profile = _Profile(profile_steps, self.workdir / "profile")
+        prefetch = contextlib.closing(self._prefetch())
+        with self.checkpoints, logger, profile, prefetch as batches:
             if not self.restored:
                 watch.report(0, "evaluate")
                 start = {**self.ledger.to_json(), "seconds": 0.0}
@@ -186,13 +193,9 @@ class Run:
             began = time.monotonic()
             while self.step < num_steps and not watch.stop_requested(self.step):
                 watch.report(self.step, "train")
-                if profile_steps and self.step == profile_steps[0]:
-                    jax.profiler.start_trace(str(self.workdir / "profile"))
+                profile.before(self.step)
                 self._take_step(batches)
-                if profile_steps and self.step > profile_steps[1]:
-                    jax.block_until_ready(self.state)
-                    jax.profiler.stop_trace()
-                    profile_steps = None
+                profile.after(self.step, self.state)
                 due = self._due()
                 if due:
                     metrics = self._settle()
@@ -227,7 +230,7 @@ class Run:
             "validation_tokens": found["tokens"],
         }
 
-    @property
+    @functools.cached_property
     def key(self) -> jax.Array:
         """What the step folds its number into; never changes."""
         return jax.random.key(self.config.seed)
@@ -326,7 +329,9 @@ class Run:
             line |= self.evaluate()
         progress.update(self.step, loss=line["loss"])
         if due & {"log", "evaluate"}:
-            rate = progress.steps_per_second or 0.0
+            steps, seconds = self.step - self.logged[0], self.seconds - self.logged[1]
+            rate = steps / seconds if seconds else 0.0
+            self.logged = self.step, self.seconds
             tokens = self.config.data.batch_size * self.config.data.seq_len
             line |= {
                 "seconds": self.seconds,
@@ -361,6 +366,31 @@ class Run:
         (self.workdir / "summary.txt").write_text(summary + "\n")
         print(f"\n{summary}\n\nplot: {plot}")
         return records[-1]
+
+
+class _Profile(contextlib.AbstractContextManager):
+    """A profiler's trace of chosen steps, of as many of them as the run takes."""
+
+    def __init__(self, steps: tuple[int, int] | None, directory: pathlib.Path):
+        self._first, self._last = steps or (0, -1)
+        self._directory = directory
+        self._running = False
+
+    def before(self, step: int) -> None:
+        # A resumed run may begin in the middle of the steps, or behind them.
+        if not self._running and self._first <= step <= self._last:
+            jax.profiler.start_trace(str(self._directory))
+            self._running = True
+
+    def after(self, steps_done: int, state: training.TrainState) -> None:
+        if self._running and steps_done > self._last:
+            jax.block_until_ready(state)
+            self.__exit__()
+
+    def __exit__(self, *exception) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
 
 
 @jax.jit
@@ -402,7 +432,10 @@ def _write_files(workdir: pathlib.Path, resolved: dict, tokenizer) -> None:
         (training.CONFIG_FILE, resolved),
         ("versions.json", versions),
     ):
-        (workdir / name).write_text(json.dumps(content, indent=2) + "\n")
+        # A resumed run writes them again, and must not lose them if it is killed here.
+        new = workdir / f".{name}.new"
+        new.write_text(json.dumps(content, indent=2) + "\n")
+        new.replace(workdir / name)
     tokenizer.save(workdir / "tokenizer.json")
 
 

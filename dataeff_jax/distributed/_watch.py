@@ -20,6 +20,14 @@ class Watch:
 
     Args:
         limits: seconds allowed.
+
+    Example:
+        >>> from dataeff_jax import distributed
+        >>> with distributed.guard() as watch:
+        ...     before = watch.stop_requested(0)
+        ...     watch.request_stop()
+        ...     before, watch.stop_requested(1)
+        (False, True)
     """
 
     def __init__(self, limits: _verdict.Limits):

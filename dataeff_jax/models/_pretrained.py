@@ -171,7 +171,13 @@ def save_safetensors(
         ValueError: If the model has no counterpart there (rotary positions).
 
     Example:
-        See `load_safetensors`.
+        >>> import tempfile
+        >>> model = _transformer.GPT(vocab_size=16, max_length=8, num_layers=2,
+        ...                          width=8, num_heads=2, rngs=nnx.Rngs(0))
+        >>> directory = tempfile.mkdtemp()
+        >>> save_safetensors(model, directory)
+        >>> sorted(os.listdir(directory))
+        ['config.json', 'model.safetensors']
     """
     bert = isinstance(model, _transformer.BERT)
     if not bert and model.positions != "learned":

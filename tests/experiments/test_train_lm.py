@@ -1,5 +1,7 @@
 """The whole run: it learns, resumes exactly, stops at nonsense, and says why."""
 
+import gc
+import itertools
 import json
 import pathlib
 import shutil
@@ -60,6 +62,28 @@ def test_a_line_holds_the_ledger_and_every_step_is_there(finished):
     assert records[-1]["flops"] == 20 * 8 * 3 * forward
 
 
+def test_the_rate_of_a_line_is_that_of_the_steps_since_the_last_one(finished):
+    records = training.read_log(finished)
+    for before, line in itertools.pairwise(records):
+        seconds = line["seconds"] - before["seconds"]
+        # The differences of logged sums lose digits: seconds are far below 1e3.
+        assert line["steps_per_second"] * seconds == pytest.approx(1, rel=1e-6)
+        assert line["tokens_per_second"] == line["steps_per_second"] * 8 * 32
+
+
+def test_a_run_holds_its_parameters_once(tmp_path):
+    def tables():
+        gc.collect()
+        return sum(x.shape == (512, 32) for x in jax.live_arrays())
+
+    before, config = tables(), config_of("--config.mesh.axes.data=1")
+    with jax.set_mesh(distributed.data_mesh(1)):
+        run = train_lm.set_up(config, tmp_path)
+        with run.checkpoints:
+            # The embedding, and Adam's two means of its gradients.
+            assert tables() - before == 3
+
+
 def test_the_work_directory_tells_how_it_was_made(finished):
     config = json.loads((finished / "config.json").read_text())
     assert config["model"]["kwargs"]["vocab_size"] == 512
@@ -67,6 +91,24 @@ def test_the_work_directory_tells_how_it_was_made(finished):
     assert (finished / "loss.png").stat().st_size > 10_000
     assert "Kneser-Ney" in (finished / "summary.txt").read_text()
     assert list((finished / "tensorboard").iterdir())
+
+
+def test_a_start_killed_while_it_writes_its_config_can_be_repeated(
+    finished, tmp_path, monkeypatch
+):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+
+    def write_half(path, text):
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", write_half)
+        with pytest.raises(KeyboardInterrupt):
+            train(workdir)
+    train(workdir)
+    assert lines(workdir) == lines(finished)
 
 
 def test_a_finished_run_started_again_changes_nothing(finished, tmp_path):
@@ -190,10 +232,19 @@ def test_an_encoder_learns_masked_tokens_with_lamb(tmp_path):
     assert losses[-1] < losses[0]
 
 
-def test_a_profile_of_chosen_steps_is_written(tmp_path):
+@pytest.mark.parametrize("last", [2, 1000], ids=["inside", "behind the end"])
+def test_a_profile_of_chosen_steps_is_written(tmp_path, last):
     short = ("--config.train.num_steps=3", "--config.schedule.kwargs.warmup=1")
-    train(tmp_path, *short, profile_steps=(1, 2))
+    train(tmp_path, *short, profile_steps=(1, last))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_run_resumed_behind_the_steps_to_profile_goes_on(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    more = "--config.train.num_steps=22"
+    train(workdir, more, accept_config_changes=True, profile_steps=(1, 2))
+    assert training.read_log(workdir)[-1]["step"] == 22
+    assert not (workdir / "profile").exists()
 
 
 def test_text_comes_out_and_the_same_seed_gives_the_same(finished, capsys):
