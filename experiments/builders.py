@@ -6,7 +6,7 @@ new optimizer, schedule or model needs no entry here.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -46,6 +46,7 @@ def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
         for block in ("model", "optimizer", "schedule"):
             problems.extend(_block_problems(config, block))
         problems.extend(_length_problems(config))
+        problems.extend(_objective_problems(config))
     if problems:
         count = "" if len(problems) == 1 else f"{len(problems)} problems: "
         raise ValueError(count + "; ".join(problems))
@@ -162,7 +163,7 @@ def _with_counts(config) -> dict:
 def _block_problems(config, block: str) -> list[str]:
     name, kwargs = config[block].name, config[block].kwargs
     resolve = {
-        "model": lambda: _resolve(name, block, models),
+        "model": lambda: _model_class(name),
         "optimizer": lambda: _optimizer_constructor(name),
         "schedule": lambda: _resolve(name, block, schedules),
     }
@@ -170,6 +171,8 @@ def _block_problems(config, block: str) -> list[str]:
         function = resolve[block]()
         if block == "schedule":
             kwargs = _with_counts(config)
+        if block == "model":
+            kwargs = {"max_length": config.data.seq_len, **kwargs}
     except ValueError as error:
         return [str(error)]
     problems = checks.argument_problems(
@@ -193,8 +196,40 @@ def _length_problems(config) -> list[str]:
     ]
 
 
+def _objective_problems(config) -> list[str]:
+    """A model that sees what it is asked for would learn to copy."""
+    try:
+        kind = _model_class(config.model.name)
+    except ValueError:
+        return []  # reported already
+    if kind.causal and config.data.mask_rate:
+        return [
+            f"data.mask_rate={config.data.mask_rate} hides tokens, but {kind.__name__} "
+            "predicts the next one; set it to 0, or train a BERT"
+        ]
+    if not kind.causal and not config.data.mask_rate:
+        return [
+            f"{kind.__name__} sees all tokens and predicts hidden ones, but "
+            "data.mask_rate is 0; set it to 0.15, or train a GPT"
+        ]
+    return []
+
+
+def _model_class(name: str) -> Any:
+    found = _resolve(name, "model", models)
+    if "vocab_size" not in checks.argument_names(found):
+        raise ValueError(f"model.name={name!r} is no language model; use GPT or BERT")
+    return found
+
+
 def _optimizer_constructor(name: str):
-    return _resolve(name, "optimizer", optimizers, optax)
+    found = _resolve(name, "optimizer", optimizers, optax)
+    if "learning_rate" not in checks.argument_names(found):
+        raise ValueError(
+            f"optimizer.name={name!r} takes no learning_rate; use an optimizer such "
+            "as 'adamw'"
+        )
+    return found
 
 
 def _resolve(name: str, block: str, *namespaces):

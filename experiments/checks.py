@@ -5,6 +5,7 @@ Each check returns sentences, so that all problems are reported in one message.
 
 import difflib
 import inspect
+import math
 import numbers
 import types
 import typing
@@ -12,6 +13,7 @@ import typing
 import ml_collections
 
 from configs import common
+from dataeff_jax import training
 
 
 def schema_problems(config: ml_collections.ConfigDict) -> list[str]:
@@ -45,7 +47,7 @@ def argument_problems(function, kwargs, *, where: str, given=()) -> list[str]:
       where: the config key of the arguments, for the message.
       given: names of arguments that the builder passes itself.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = argument_names(function)
     allowed = [n for n in names if n not in given]
@@ -73,7 +75,7 @@ def argument_problems(function, kwargs, *, where: str, given=()) -> list[str]:
 
 def argument_names(function) -> list[str]:
     """The names of a function's arguments, variadic ones left out."""
-    parameters = inspect.signature(function).parameters
+    parameters = _parameters(function)
     return [n for n, p in parameters.items() if p.kind not in _VARIADIC]
 
 
@@ -83,6 +85,17 @@ def nearest(name: str, choices) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"there are {', '.join(sorted(choices))}"
+
+
+def _parameters(function):
+    """The parameters; of a class those of its ``__init__``.
+
+    Flax's metaclass hides them from ``inspect.signature``.
+    """
+    if not inspect.isclass(function):
+        return inspect.signature(function).parameters
+    _, *rest = inspect.signature(function.__init__).parameters.items()
+    return dict(rest)
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -101,7 +114,9 @@ def _schema_problems(block, schema, prefix) -> list[str]:
         key = prefix + name
         if name not in schema:
             problems.append(unknown_key(common.base(), key))
-        elif name == "kwargs" or schema[name] is None:
+        elif schema[name] is None:
+            continue
+        elif name == "kwargs" and isinstance(value, ml_collections.ConfigDict):
             continue
         elif isinstance(schema[name], ml_collections.ConfigDict):
             if isinstance(value, ml_collections.ConfigDict):
@@ -132,14 +147,25 @@ def _value_problems(config) -> list[str]:
         "checkpoint.every_steps",
         "checkpoint.keep",
     )
-    problems = []
-    flat = config.to_dict()
+    flat = training.flatten_config(config.to_dict())
+    problems = [
+        f"{key}={value}: must be a finite number"
+        for key, value in flat.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     for key in at_least_one:
-        value = flat
-        for part in key.split("."):
-            value = value[part]
-        if value < 1:
-            problems.append(f"{key}={value}: must be at least 1")
+        if flat[key] < 1:
+            problems.append(f"{key}={flat[key]}: must be at least 1")
+    for key in ("mesh.axes.data", "eval.max_rows"):
+        if flat[key] != -1 and flat[key] < 1:
+            problems.append(f"{key}={flat[key]}: must be at least 1, or -1 for all")
+    if config.data.num_workers < 0:
+        problems.append(
+            f"data.num_workers={config.data.num_workers}: must be 0 or more"
+        )
+    if not 0 <= config.seed < 2**32:
+        # Keys are made of 32 bits: a larger seed would silently equal a smaller one.
+        problems.append(f"seed={config.seed}: must lie between 0 and 2**32 - 1")
     if not 0 < config.data.validation_fraction < 1:
         problems.append(
             f"data.validation_fraction={config.data.validation_fraction}: "
@@ -169,7 +195,9 @@ def _fits(value, parameter) -> bool:
     """Whether a plain config value may be what the parameter's annotation says."""
     kinds = _plain_kinds(parameter.annotation)
     if kinds is None:
-        return True
+        # An annotation that says little, beside a default that says more.
+        number = isinstance(parameter.default, int | float)
+        return not (number and isinstance(value, str))
     if value is None or isinstance(value, bool):
         return type(value) in kinds
     if isinstance(value, int) and float in kinds:

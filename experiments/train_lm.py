@@ -91,7 +91,7 @@ def set_up(
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
     stored = workdir / training.CONFIG_FILE
     if stored.is_file() and not accept_config_changes:
-        old = json.loads(stored.read_text())
+        old = training.read_config(stored)
         training.check_same_config(old, resolved, free=FREE_KEYS)
 
     # Model and optimizer.
@@ -113,6 +113,8 @@ def set_up(
     restored = checkpoints.restore_latest(state)
     if restored is not None:
         state, loop = restored
+        if (workdir / training.METRICS_FILE).exists():
+            training.read_log(workdir)  # a damaged one stops the run now
         log.info("going on after step %d of %s", loop["step"], workdir)
     else:
         loop: dict[str, Any] = {"step": 0, "seconds": 0.0}
@@ -361,11 +363,12 @@ class Run:
         runs = {self.workdir.name: records}
         plot = training.plot_runs(runs, self.workdir / "loss.png")
         summary = training.summary_table(runs)
-        if self.config.eval.compare_with_ngrams:
+        evaluated = any("validation_loss" in record for record in records)
+        if self.config.eval.compare_with_ngrams and evaluated:
             summary += "\n\n" + _ngram_table(self.corpus, records)
         (self.workdir / "summary.txt").write_text(summary + "\n")
         print(f"\n{summary}\n\nplot: {plot}")
-        return records[-1]
+        return records[-1] if records else {}  # somebody has removed the log
 
 
 class _Profile(contextlib.AbstractContextManager):

@@ -6,6 +6,7 @@ sources keep 16 bytes a record in memory and read the rest when it is asked for.
 """
 
 import collections.abc
+import contextlib
 import hashlib
 import json
 import mmap
@@ -86,6 +87,15 @@ def files_fingerprint(files: collections.abc.Iterable[str], *settings: Any) -> s
         with open(file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def naming(file: str | os.PathLike) -> collections.abc.Iterator[None]:
+    """Turn what a reader says about a damaged file into an error that names it."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def require_field(
@@ -285,8 +295,11 @@ class TextSource:
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        piece = self._pieces[checked_index(index, len(self))]
-        return {"text": piece.decode(self._encoding).removesuffix("\n")}
+        index = checked_index(index, len(self))
+        piece = self._pieces[index]
+        with naming(f"Document {index} of {', '.join(self._pieces.files)}"):
+            text = piece.decode(self._encoding)
+        return {"text": text.removesuffix("\n")}
 
     @property
     def fingerprint(self) -> str:

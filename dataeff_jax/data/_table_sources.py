@@ -59,7 +59,8 @@ class ParquetSource:
         self._field = field
         self._groups, sizes = [], []
         for file in self._files:
-            metadata = parquet.read_metadata(file)
+            with _sources.naming(file):
+                metadata = parquet.read_metadata(file)
             columns = metadata.schema.to_arrow_schema().names
             _sources.require_field(columns, field, file)
             for group in range(metadata.num_row_groups):
@@ -136,7 +137,8 @@ class ArrayRecordSource:
         self._files = _sources.existing_files(paths, suffixes=suffixes)
         self._field = field
         # Typed as Any: grain's wrapper gets its __len__ when it is instantiated.
-        self._records: Any = grain.sources.ArrayRecordDataSource(list(self._files))
+        with _sources.naming(", ".join(self._files)):
+            self._records: Any = grain.sources.ArrayRecordDataSource(list(self._files))
         if not len(self._records):
             raise ValueError(f"No record in {', '.join(self._files)}: it is empty.")
         self[0]  # a wrong field name is reported now, not hours later
@@ -202,7 +204,8 @@ class HuggingFaceSource:
         datasets = _optional("datasets", "dataeff-jax[huggingface]")
         if not pathlib.Path(self._path).is_dir():
             raise ValueError(f"{self._path} does not exist; give a saved dataset.")
-        found = datasets.load_from_disk(self._path)
+        with _sources.naming(self._path):
+            found = datasets.load_from_disk(self._path)
         if isinstance(found, datasets.DatasetDict):
             if self._split not in found:
                 raise ValueError(

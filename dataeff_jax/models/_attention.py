@@ -7,7 +7,8 @@ scores from the saved log-normaliser. No [S, S] array exists in memory.
 
 Short sequences (up to `_MAX_UNROLLED` blocks) unroll the query blocks, each with its
 own static number of keys; longer ones scan over pairs of blocks with an online softmax,
-so that neither compile time nor memory per pair grows with S.
+so that neither compile time nor memory per pair grows with S. Few blocks are unrolled
+because compilers for GPUs take seconds for each, and on CPUs the scan is as fast.
 """
 
 import functools
@@ -23,8 +24,9 @@ from dataeff_jax.models import _arrays
 Implementation = Literal["blocked", "cudnn", "xla"]
 
 _BLOCK = 128  # queries a block where blocks are unrolled
-_MAX_UNROLLED = 16  # blocks; beyond that, pairs of blocks are scanned
-_PAIR_BLOCK = 512  # queries and keys a block where pairs are scanned
+_MAX_UNROLLED = 4  # blocks; beyond that, pairs of blocks are scanned
+_PAIR_BLOCK = 256  # queries and keys a block where pairs are scanned
+_LONG = 2048  # from here blocks are twice as large: steps of the scan are not free
 _MASKED = -1e30  # score of a masked pair; finite, so that no inf - inf appears
 _FLOOR = -1e29  # lowest maximum of a row: exp(_MASKED - _FLOOR) is exactly 0
 
@@ -147,22 +149,24 @@ def _segments(segment_ids, lengths, size):
     return real.astype(jnp.int32) if segment_ids is None else segment_ids * real
 
 
+def _is_short(size):
+    return size <= _BLOCK * _MAX_UNROLLED
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blocked(causal, q, k, v, segment_ids):
     return _blocked_forward(causal, q, k, v, segment_ids)[0]
 
 
 def _blocked_forward(causal, q, k, v, segment_ids):
-    unrolled = q.shape[2] <= _BLOCK * _MAX_UNROLLED
-    rule = _unrolled_forward if unrolled else _pairs_forward
+    rule = _unrolled_forward if _is_short(q.shape[2]) else _pairs_forward
     out, lse = rule(causal, q, k, v, segment_ids)
     return out, (q, k, v, segment_ids, out, lse)
 
 
 def _blocked_backward(causal, residuals, dout):
     q, k, v, segment_ids, out, lse = residuals
-    unrolled = q.shape[2] <= _BLOCK * _MAX_UNROLLED
-    rule = _unrolled_backward if unrolled else _pairs_backward
+    rule = _unrolled_backward if _is_short(q.shape[2]) else _pairs_backward
     # delta = sum_j p_j dp_j, the part of softmax's gradient that rows share.
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     dq, dk, dv = rule(causal, q, k, v, segment_ids, lse, dout, delta)
@@ -290,6 +294,10 @@ def _block_backward(q, k, v, mask, lse, dout, delta):
     return dq, dk, dv
 
 
+def _pair_block(size):
+    return _PAIR_BLOCK if size < _LONG else 2 * _PAIR_BLOCK
+
+
 def _pairs(causal, blocks):
     """All pairs (query block, key block) that attend, row by row: int32[P, 2]."""
     return np.array(
@@ -298,10 +306,10 @@ def _pairs(causal, blocks):
     )
 
 
-def _pad_to_blocks(causal, arrays, segment_ids):
+def _pad_to_blocks(causal, arrays, segment_ids, block):
     """Pads axis 2 of `arrays` to whole blocks, with padding marked where it matters."""
     size = arrays[0].shape[2]
-    extra = -size % _PAIR_BLOCK
+    extra = -size % block
     if extra == 0:
         return arrays, segment_ids
     if segment_ids is None and not causal:
@@ -317,36 +325,34 @@ def _pad_to_blocks(causal, arrays, segment_ids):
     return padded, segment_ids
 
 
-def _take(x, block, axis=2):
-    return jax.lax.dynamic_slice_in_dim(x, block * _PAIR_BLOCK, _PAIR_BLOCK, axis)
+def _take(x, index, block, axis=2):
+    return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _put(x, value, block):
-    return jax.lax.dynamic_update_slice_in_dim(x, value, block * _PAIR_BLOCK, 2)
+def _put(x, value, index, block):
+    return jax.lax.dynamic_update_slice_in_dim(x, value, index * block, 2)
 
 
-def _pair_mask(causal, segment_ids, i, j):
+def _pair_mask(causal, segment_ids, i, j, block):
     segments = segment_ids
     if segments is not None:
-        segments = _take(segments, i, 1), _take(segments, j, 1)
-    rows_at, columns_at = i * _PAIR_BLOCK, j * _PAIR_BLOCK
-    size = _PAIR_BLOCK
-    return _allowed(causal, size, size, segments, rows_at, columns_at)
+        segments = _take(segments, i, block, 1), _take(segments, j, block, 1)
+    return _allowed(causal, block, block, segments, i * block, j * block)
 
 
 def _pairs_forward(causal, q, k, v, segment_ids):
-    size = q.shape[2]
-    (q, k, v), segment_ids = _pad_to_blocks(causal, (q, k, v), segment_ids)
+    size, block = q.shape[2], _pair_block(q.shape[2])
+    (q, k, v), segment_ids = _pad_to_blocks(causal, (q, k, v), segment_ids, block)
     (segment_ids,) = _vary_like(q, segment_ids)
 
     def step(carry, pair):
         i, j = pair[0], pair[1]
-        out, top, total = (_take(x, i) for x in carry)
-        scores = _scores(
-            _take(q, i), _take(k, j), _pair_mask(causal, segment_ids, i, j)
-        )
-        new = _online_softmax(out, top, total, scores, _take(v, j))
-        return tuple(_put(x, y, i) for x, y in zip(carry, new, strict=True)), None
+        out, top, total = (_take(x, i, block) for x in carry)
+        mask = _pair_mask(causal, segment_ids, i, j, block)
+        scores = _scores(_take(q, i, block), _take(k, j, block), mask)
+        new = _online_softmax(out, top, total, scores, _take(v, j, block))
+        carry = (_put(x, y, i, block) for x, y in zip(carry, new, strict=True))
+        return tuple(carry), None
 
     start = _vary_like(
         q,
@@ -354,7 +360,7 @@ def _pairs_forward(causal, q, k, v, segment_ids):
         jnp.full(q.shape[:3], _FLOOR, jnp.float32),
         jnp.zeros(q.shape[:3], jnp.float32),
     )
-    pairs = _pairs(causal, q.shape[2] // _PAIR_BLOCK)
+    pairs = _pairs(causal, q.shape[2] // block)
     (out, top, total), _ = jax.lax.scan(step, start, pairs)
     out = (out / _or_one(total)[..., None]).astype(q.dtype)
     return out[:, :, :size], _log_normaliser(top, total)[:, :, :size]
@@ -371,10 +377,9 @@ def _online_softmax(out, top, total, scores, v):
 
 
 def _pairs_backward(causal, q, k, v, segment_ids, lse, dout, delta):
-    size = q.shape[2]
-    arrays = (q, k, v, lse, dout, delta)
+    size, block = q.shape[2], _pair_block(q.shape[2])
     (q, k, v, lse, dout, delta), segment_ids = _pad_to_blocks(
-        causal, arrays, segment_ids
+        causal, (q, k, v, lse, dout, delta), segment_ids, block
     )
     (segment_ids,) = _vary_like(q, segment_ids)
 
@@ -382,21 +387,21 @@ def _pairs_backward(causal, q, k, v, segment_ids, lse, dout, delta):
         dq, dk, dv = carry
         i, j = pair[0], pair[1]
         block_dq, block_dk, block_dv = _block_backward(
-            _take(q, i),
-            _take(k, j),
-            _take(v, j),
-            _pair_mask(causal, segment_ids, i, j),
-            _take(lse, i),
-            _take(dout, i),
-            _take(delta, i),
+            _take(q, i, block),
+            _take(k, j, block),
+            _take(v, j, block),
+            _pair_mask(causal, segment_ids, i, j, block),
+            _take(lse, i, block),
+            _take(dout, i, block),
+            _take(delta, i, block),
         )
-        dq = _put(dq, _take(dq, i) + block_dq, i)
-        dk = _put(dk, _take(dk, j) + block_dk.swapaxes(2, 3), j)
-        dv = _put(dv, _take(dv, j) + block_dv.swapaxes(2, 3), j)
+        dq = _put(dq, _take(dq, i, block) + block_dq, i, block)
+        dk = _put(dk, _take(dk, j, block) + block_dk.swapaxes(2, 3), j, block)
+        dv = _put(dv, _take(dv, j, block) + block_dv.swapaxes(2, 3), j, block)
         return (dq, dk, dv), None
 
     zeros = _vary_like(q, *(jnp.zeros(q.shape, jnp.float32),) * 3)
-    pairs = _pairs(causal, q.shape[2] // _PAIR_BLOCK)
+    pairs = _pairs(causal, q.shape[2] // block)
     gradients, _ = jax.lax.scan(step, zeros, pairs)
     return tuple(x[:, :, :size] for x in gradients)
 

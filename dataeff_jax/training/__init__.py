@@ -10,6 +10,7 @@ from dataeff_jax.training._config import (
     check_same_config,
     config_hash,
     flatten_config,
+    read_config,
 )
 from dataeff_jax.training._evaluate import evaluate
 from dataeff_jax.training._finite import check_finite
@@ -48,6 +49,7 @@ __all__ = [
     "evaluate",
     "flatten_config",
     "plot_runs",
+    "read_config",
     "read_log",
     "read_metrics",
     "read_pending",

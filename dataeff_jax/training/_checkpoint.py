@@ -1,9 +1,9 @@
 """Checkpoints: asynchronous, atomic, and exact on any number of devices."""
 
-import json
+import contextlib
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from orbax.checkpoint import checkpoint_managers
 
 from dataeff_jax import typing
-from dataeff_jax.training import _state
+from dataeff_jax.training import _config, _state
 
 CHECKPOINT_DIRECTORY = "checkpoints"
 CONFIG_FILE = "config.json"
@@ -171,7 +171,9 @@ class Checkpoints:
         return self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _stored(self, step: int, item: str) -> Mapping[str, Any]:
-        metadata = self._manager.item_metadata(step)[item]
+        with self._naming(step):
+            found = self._manager.item_metadata(step)
+        metadata = found[item] if item in found else None
         if metadata is None:
             raise ValueError(
                 f"the checkpoint {self.directory / str(step)} has no {item!r}; it was"
@@ -183,7 +185,20 @@ class Checkpoints:
         _check_fits(item, self._stored(step, item), wanted)
         abstract = {name: _abstract(leaf) for name, leaf in wanted.items()}
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
-        return self._manager.restore(step, args=args)[item]
+        with self._naming(step):
+            return self._manager.restore(step, args=args)[item]
+
+    @contextlib.contextmanager
+    def _naming(self, step: int) -> Iterator[None]:
+        """Turns what Orbax says about damaged files into an error that names them."""
+        try:
+            yield
+        except (KeyError, OSError, ValueError) as error:
+            reason = str(error).replace("\n", " ")[:200]
+            raise ValueError(
+                f"the checkpoint {self.directory / str(step)} is damaged: {reason};"
+                " delete it to use the one before."
+            ) from error
 
     def _step(self, step: int | None) -> int:
         steps = self.steps()
@@ -235,8 +250,10 @@ class Checkpoints:
 
     def loop(self, step: int | None = None) -> dict[str, Any]:
         """Reads only the loop's values of a checkpoint, the newest by default."""
+        step = self._step(step)
         args = ocp.args.Composite(loop=ocp.args.JsonRestore())
-        return self._manager.restore(self._step(step), args=args)["loop"]
+        with self._naming(step):
+            return self._manager.restore(step, args=args)["loop"]
 
     def restore_params(
         self, like: typing.Params, *, step: int | None = None
@@ -267,7 +284,7 @@ def _model_block(workdir: pathlib.Path) -> dict[str, Any]:
         raise ValueError(
             f"{workdir} has no {CONFIG_FILE}; give the work directory of a run."
         )
-    config = json.loads(path.read_text())
+    config = _config.read_config(path)
     block = config.get("model")
     if not isinstance(block, dict) or not {"name", "kwargs"} <= block.keys():
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,39 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[str(key)] = json.loads(json.dumps(value))
     return flat
+
+
+def read_config(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a config that was stored as JSON.
+
+    Args:
+      path: of the file.
+
+    Returns:
+      The nested config.
+
+    Raises:
+      ValueError: if the file is damaged.
+
+    Example:
+      >>> import tempfile
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.json"
+      >>> _ = path.write_text('{"train": {"num_steps": 3}}')
+      >>> read_config(path)
+      {'train': {'num_steps': 3}}
+    """
+    path = pathlib.Path(path)
+    content = path.read_bytes()
+    try:
+        config = json.loads(content)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"{path} is damaged ({len(content)} bytes, no JSON object); put it back,"
+            " or start in a new work directory."
+        )
+    return config
 
 
 def _fixed(config: Mapping[str, Any], free: Iterable[str]) -> dict[str, Any]:

@@ -34,11 +34,16 @@ def _complete_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     *lines, torn = path.read_bytes().split(b"\n")
     del torn  # b"" where the last line is whole
     try:
-        return [json.loads(line) for line in lines]
+        records = [json.loads(line) for line in lines]
+        for record in records:
+            if not isinstance(record, dict) or "step" not in record:
+                raise ValueError(f"{record!r} is no object with a step")
     except ValueError as error:
         raise ValueError(
-            f"{path} holds a line that is no JSON ({error}); repair or remove the file."
+            f"{path} holds a line that is no JSON of a step ({error}); repair or remove"
+            " the file."
         ) from None
+    return records
 
 
 def _keep_until(path: pathlib.Path, step: int | None) -> None:

@@ -290,6 +290,21 @@ def test_array_record_of_plain_texts_does_not_pass_for_json(folder):
         data.ArrayRecordSource(folder, field="text")
 
 
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("text", "a.txt"), ("parquet", "a.parquet"), ("array_record", "a.array_record")],
+)
+def test_file_of_another_kind_is_named(name, file, folder):
+    (folder / file).write_bytes(b"\xff no such thing")
+    with pytest.raises(ValueError, match=rf"{file} cannot be read: "):
+        data.open_source(name, folder / file)[0]
+
+
+def test_folder_without_a_dataset_is_named(folder):
+    with pytest.raises(ValueError, match="cannot be read: "):
+        data.HuggingFaceSource(folder)
+
+
 def test_file_cut_after_the_scan_is_noticed(folder):
     source = write_text_files(folder)
     (folder / "1.txt").write_text("")

@@ -61,17 +61,40 @@ def test_an_argument_of_a_block_may_be_added():
         ("--config.optimizer.name=adamv", "did you mean 'adam"),
         ("--config.optimizer.kwargs.beta1=0.9", "did you mean 'b1'"),
         ("--config.schedule.kwargs.power=2", "schedule.kwargs.power does not fit"),
+        ("--config.model.kwargs.num_layer=4", "did you mean 'num_layers'"),
         ("--config.model.kwargs.num_layers='4'", "expected an integer"),
         ("--config.data.seq_len=0", "at least 1"),
         ("--config.curriculum=1", "curriculum is not available"),
         ("--config.model.kwargs.max_length=16", "exceeds the model's 16 positions"),
         ("--config.model.kwargs.vocab_size=16", "set elsewhere"),
         ("--config.mesh=1", "expected a dict"),
+        ("--config.seed=-1", "seed=-1: must lie between 0 and 2**32 - 1"),
+        ("--config.seed=4294967296", "must lie between"),
+        ("--config.data.num_workers=-1", "must be 0 or more"),
+        ("--config.mesh.axes.data=0", "at least 1, or -1 for all"),
+        ("--config.eval.max_rows=0", "at least 1, or -1 for all"),
+        ("--config.optimizer.kwargs.b1=nan", "must be a finite number"),
+        ("--config.optimizer.kwargs={'b1': '0.9'}", "b1='0.9' is str"),
+        ("--config.optimizer.name=chain", "'chain' takes no learning_rate"),
+        ("--config.optimizer.kwargs=None", "expected a block of keys"),
+        ("--config.schedule.kwargs=None", "expected a block of keys"),
+        ("--config.model.kwargs=None", "expected a block of keys"),
+        ("--config.model.kwargs.dropout_rate=nan", "is str"),
+        ("--config.model.name=ViT", "'ViT' is no language model"),
+        ("--config.model.name=Block", "'Block' is no language model"),
+        ("--config.model.name=BERT", "positions does not fit BERT"),
+        ("--config.data.mask_rate=0.15", "hides tokens, but GPT predicts the next"),
         ("--config.train.num_steps", "write --config.train.num_steps=VALUE"),
     ],
 )
 def test_one_mistake_is_named(capsys, override, says):
     assert says in refusal(capsys, override)
+
+
+def test_an_encoder_without_hidden_tokens_is_refused(capsys):
+    config = "configs/bert_baseline.py:tiny"
+    message = refusal(capsys, "--config.data.mask_rate=0", config=config)
+    assert "BERT sees all tokens" in message
 
 
 def test_all_mistakes_come_in_one_message(capsys):

@@ -34,6 +34,19 @@ def lines(workdir):
     return [training.without_wall_clock(r) for r in training.read_log(workdir)]
 
 
+def refusal(capsys, workdir, *overrides: str) -> str:
+    """What the command says when it ends with status 2 before the first step."""
+    overrides = (f"--config.data.cache_dir={CACHE}", *overrides)
+    if not any("mesh" in text for text in overrides):
+        overrides = (*overrides, "--config.mesh.axes.data=1")
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([CONFIG, f"--workdir={workdir}", *overrides])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return message
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A work directory of 20 steps on one device; copy it before changing it."""
@@ -175,6 +188,21 @@ def test_accumulation_gives_the_same_losses(finished, tmp_path):
     train(tmp_path, "--config.optimizer.accumulation_steps=4")
     ours = [r["loss"] for r in lines(tmp_path)[1:]]
     np.testing.assert_allclose(ours, [r["loss"] for r in lines(finished)[1:]], 1e-5)
+
+
+def test_a_finished_run_whose_log_was_removed_starts_and_ends(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    (workdir / "metrics.jsonl").unlink()
+    assert train(workdir) == {}
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
+def test_a_damaged_work_directory_stops_before_the_first_step(
+    finished, tmp_path, file, capsys
+):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    (workdir / file).write_text("{\n")
+    assert file in refusal(capsys, workdir)
 
 
 def test_another_config_is_refused_by_name(finished, tmp_path):

@@ -1,6 +1,7 @@
 import json
 import logging
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,24 @@ def test_a_step_that_is_not_stored_is_told_with_those_that_are(tmp_path):
         checkpoints.save(4, state, {})
         with pytest.raises(ValueError, match=r"step 3 in .* \[4\]"):
             checkpoints.restore(state, step=3)
+
+
+def _cut_in_half(folder):
+    for file in (p for p in folder.rglob("*") if p.is_file()):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("item", ["params", "optimizer", "loop"])
+@pytest.mark.parametrize("damage", [shutil.rmtree, _cut_in_half])
+def test_a_damaged_checkpoint_is_named(tmp_path, item, damage):
+    with training.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, new_state(1), {})
+    damage(tmp_path / "1" / item)
+    with (
+        training.Checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=r"the checkpoint .*/1 (is damaged|has no)"),
+    ):
+        checkpoints.restore_latest(new_state(1))
 
 
 def test_keep_must_be_positive(tmp_path):

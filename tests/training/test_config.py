@@ -54,3 +54,11 @@ def test_the_hash_sees_every_value():
 def test_an_empty_block_differs_from_none():
     with pytest.raises(ValueError, match=r"eval: \{\} -> None"):
         training.check_same_config({"eval": {}}, {"eval": None})
+
+
+@pytest.mark.parametrize("content", [b"", b'{"train": {"num', b"[1]", b"\xff\xfe"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged \(\d+ bytes"):
+        training.read_config(path)

@@ -61,8 +61,9 @@ def test_lines_of_the_restored_step_stay(tmp_path):
     assert [line["step"] for line in write(tmp_path, [10], restored_step=0)] == [0, 10]
 
 
-def test_a_damaged_log_is_an_error_that_names_the_file(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+@pytest.mark.parametrize("damaged", ['{"step": 1\n{"step": 2}\n', "{}\n", "3\n"])
+def test_a_damaged_log_is_an_error_that_names_the_file(tmp_path, damaged):
+    (tmp_path / "metrics.jsonl").write_text(damaged)
     with pytest.raises(ValueError, match=r"metrics\.jsonl.*no JSON"):
         training.MetricsLogger(tmp_path, restored_step=2)
 
