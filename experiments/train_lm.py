@@ -235,7 +235,9 @@ class Run:
     @functools.cached_property
     def key(self) -> jax.Array:
         """What the step folds its number into; never changes."""
-        return jax.random.key(self.config.seed)
+        # Flax folds 0, 1, 2, ... into the seed's key for the initial parameters, which
+        # would be the keys of the first steps.
+        return jax.random.fold_in(jax.random.key(self.config.seed), 2**32 - 1)
 
     @property
     def batches(self) -> Any:

@@ -97,6 +97,18 @@ def test_a_run_holds_its_parameters_once(tmp_path):
             assert tables() - before == 3
 
 
+def test_no_step_draws_from_a_key_of_the_initial_parameters(tmp_path):
+    config = config_of("--config.mesh.axes.data=1")
+    with jax.set_mesh(distributed.data_mesh(1)):
+        run = train_lm.set_up(config, tmp_path)
+        run.checkpoints.close()
+        steps = [jax.random.fold_in(run.key, step) for step in range(8)]
+    rngs = nnx.Rngs(config.seed)
+    initial = [rngs.params() for _ in range(8)]
+    keys = {tuple(jax.random.key_data(key).tolist()) for key in steps + initial}
+    assert len(keys) == 16
+
+
 def test_the_work_directory_tells_how_it_was_made(finished):
     config = json.loads((finished / "config.json").read_text())
     assert config["model"]["kwargs"]["vocab_size"] == 512
