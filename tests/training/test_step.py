@@ -144,6 +144,41 @@ def test_the_type_of_the_state_does_not_change(running):
     assert jax.tree.map(jax.typeof, state) == before
 
 
+def with_errors(axis_name="data"):
+    """A link in the place of `pmean_grads` that keeps what each device did not send."""
+
+    def init_fn(params):
+        devices = jax.sharding.get_abstract_mesh().shape[axis_name]
+        return jax.tree.map(
+            lambda p: jnp.zeros((devices, *p.shape), out_sharding=jax.P(axis_name)),
+            params,
+        )
+
+    def update_fn(grads, errors, params=None):
+        wanted = jax.tree.map(lambda g, e: g + e[0], grads, errors)
+        sent = jax.tree.map(lambda x: jnp.sign(x) * jnp.mean(jnp.abs(x)), wanted)
+        errors = jax.tree.map(lambda x, y: (x - y)[None], wanted, sent)
+        return jax.lax.pmean(sent, axis_name), errors
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_link_may_keep_state_of_its_own_on_each_device(devices):
+    tx = optax.chain(with_errors(), optax.sgd(0.1))
+    step = training.data_parallel_step(testing.mlp_loss, tx)
+    with jax.set_mesh(distributed.data_mesh(devices)):
+        state = training.TrainState.create(testing.mlp_params(), tx)
+        before = jax.tree.map(jax.typeof, state)
+        batch = distributed.shard_batch(testing.mlp_batch())
+        for _ in range(2):
+            state, _ = step(state, batch, jax.random.key(0))
+    assert jax.tree.map(jax.typeof, state) == before
+    assert step._cache_size() == 1
+    for error in jax.tree.leaves(state.opt_state):
+        assert len(np.unique(np.asarray(error), axis=0)) == devices
+
+
 def test_the_state_is_donated(running):
     step, state, batch = running
     step(state, batch, jax.random.key(0), learning_rate=1e-3)
