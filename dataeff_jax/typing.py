@@ -15,10 +15,10 @@ __all__ = [
     "Schedule",
 ]
 
-Array: TypeAlias = jax.Array
-AxisName: TypeAlias = str | tuple[str, ...]
-Batch: TypeAlias = dict[str, Any]  # arrays whose first axis is the row, [B, ...]
-KeyArray: TypeAlias = jax.Array  # typed keys, as jax.random.key makes them
-Params: TypeAlias = Any  # a pytree of arrays
-PyTree: TypeAlias = Any
-Schedule: TypeAlias = Callable[[Any], Any]  # clock (steps or tokens) -> value
+Array: TypeAlias = jax.Array  #: on a device, or traced
+AxisName: TypeAlias = str | tuple[str, ...]  #: of a mesh
+Batch: TypeAlias = dict[str, Any]  #: arrays whose first axis is the row, [B, ...]
+KeyArray: TypeAlias = jax.Array  #: typed keys, as jax.random.key makes them
+Params: TypeAlias = Any  #: a pytree of arrays
+PyTree: TypeAlias = Any  #: of anything
+Schedule: TypeAlias = Callable[[Any], Any]  #: clock (steps or tokens) -> value
