@@ -82,7 +82,7 @@ def assert_equal(ours, expected, tolerance):
         np.testing.assert_allclose(a / scale, b / scale, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 7, 130, 257])
+@pytest.mark.parametrize("size", [1, 7, 257, 600])  # 600 is scanned
 @pytest.mark.parametrize("kind", ["plain", "segments", "lengths"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_blocked_attention_equals_the_dense_reference(size, kind, causal):
