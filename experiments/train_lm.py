@@ -89,6 +89,8 @@ def set_up(
     # Data.
     corpus = builders.corpus(config, progress=_tokenizing)
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
+    # A file may hold another text than when the run began.
+    resolved["data"]["fingerprint"] = corpus.fingerprint
     stored = workdir / training.CONFIG_FILE
     if stored.is_file() and not accept_config_changes:
         old = training.read_config(stored)

@@ -224,6 +224,24 @@ def test_another_config_is_refused_by_name(finished, tmp_path):
     assert lines(workdir) == lines(finished)
 
 
+def test_a_text_that_changed_since_the_run_began_is_refused(tmp_path):
+    text = tmp_path / "text.jsonl"
+    documents = [json.dumps({"text": f"{i} and {i + 1}. " * 40}) for i in range(200)]
+    text.write_text("\n".join(documents))
+    overrides = (
+        "--config.data.name=jsonl",
+        f"--config.data.path={text}",
+        "--config.data.tokenizer.name=bytes",
+        "--config.data.validation_fraction=0.2",
+    )
+    config = config_of("--config.mesh.axes.data=1", *overrides)
+    with jax.set_mesh(distributed.data_mesh(1)):
+        train_lm.set_up(config, tmp_path / "run").checkpoints.close()
+        text.write_text("\n".join(documents[1:]))
+        with pytest.raises(ValueError, match=r"data\.fingerprint: "):
+            train_lm.set_up(config, tmp_path / "run")
+
+
 def test_another_batch_size_goes_on_at_the_right_sample(tmp_path):
     steady = "--config.schedule.name=warmup_constant_schedule"
     plain = "--config.schedule.kwargs={'peak_value': 1e-3, 'warmup': 4}"
