@@ -112,6 +112,10 @@ def set_up(
     checkpoints = training.Checkpoints(
         workdir / training.CHECKPOINT_DIRECTORY, keep=config.checkpoint.keep
     )
+    if checkpoints.steps() and not accept_config_changes:
+        # The file may be lost, or of a start that accepted changes and saved nothing.
+        old = checkpoints.loop()["config"]
+        training.check_same_config(old, resolved, free=FREE_KEYS)
     restored = checkpoints.restore_latest(state)
     if restored is not None:
         state, loop = restored

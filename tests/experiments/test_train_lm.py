@@ -224,6 +224,13 @@ def test_another_config_is_refused_by_name(finished, tmp_path):
     assert lines(workdir) == lines(finished)
 
 
+def test_another_config_than_the_checkpoint_has_is_refused(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "copy")
+    (workdir / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"train\.num_steps: 20 -> 40"):
+        train(workdir, "--config.train.num_steps=40")
+
+
 def test_a_text_that_changed_since_the_run_began_is_refused(tmp_path):
     text = tmp_path / "text.jsonl"
     documents = [json.dumps({"text": f"{i} and {i + 1}. " * 40}) for i in range(200)]
