@@ -373,6 +373,41 @@ def test_unknown_flags_are_still_reported_after_workers_have_run(launched):
     assert reported == ["Unknown command line flag 'num_wrkers'"], stderr
 
 
+KILLED = textwrap.dedent("""
+    import multiprocessing, os, signal
+    import numpy as np
+    from dataeff_jax import data
+
+    if __name__ == "__main__":
+        rows = data.MemorySource({"labels": np.arange(29)})
+        steps = data.batches(rows, batch_size=8, seed=0)
+        iterator = data.prefetch(steps, num_workers=1)
+        next(iterator)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        try:
+            for _ in range(10**6):
+                next(iterator)
+        except Exception as error:
+            print("noticed", type(error).__name__)
+""")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_an_error_and_no_endless_wait(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "noticed" in done.stdout, done.stderr
+
+
 def test_processes_agree_on_the_steps_of_an_epoch_of_uneven_size():
     parts = [dict(batch_size=4, process_index=p, process_count=2) for p in range(2)]
     for remainder, steps in (("pad", 5), ("drop", 4)):

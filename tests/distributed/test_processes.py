@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -107,6 +108,20 @@ def test_a_stopped_process_is_named_with_its_phase(stopped):
     assert f"process {stopped}" in stderr
     assert "has died or hangs" in stderr
     assert "in phase" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_goes_on_in_time_is_left_in_peace(stopped):
+    processes = start("run")
+    wait_until_they_train(processes)
+    processes[stopped].send_signal(signal.SIGSTOP)
+    time.sleep(3)  # a collective waits, but nobody is silent for `hang_seconds`
+    processes[stopped].send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert [process.poll() for process in processes] == [None, None]
+    processes[0].terminate()
+    assert [status for status, _, _ in ends(processes)] == [0, 0]
 
 
 def test_alone_initialize_does_nothing():
