@@ -72,8 +72,9 @@ def train_and_evaluate(
     builders.check_config(config)
     with distributed.guard() as watch, jax.set_mesh(builders.mesh(config)):
         watch.report(None, "set up")
-        run = set_up(config, workdir, accept_config_changes=accept_config_changes)
-        return run.train(watch, profile_steps=profile_steps)
+        with training.claim(workdir):
+            run = set_up(config, workdir, accept_config_changes=accept_config_changes)
+            return run.train(watch, profile_steps=profile_steps)
 
 
 def set_up(
@@ -175,7 +176,9 @@ class Run:
         logger = training.MetricsLogger(
             self.workdir, restored_step=self.step if self.restored else None
         )
-        with self.checkpoints, logger, contextlib.closing(self._prefetch()) as batches:
+        trace = _Trace(profile_steps, self.workdir / "profile")
+        batches = self._prefetch()
+        with self.checkpoints, logger, trace, contextlib.closing(batches):
             if not self.restored:
                 watch.report(0, "evaluate")
                 start = {**self.ledger.to_json(), "seconds": 0.0}
@@ -188,13 +191,9 @@ class Run:
             began = time.monotonic()
             while self.step < num_steps and not watch.stop_requested(self.step):
                 watch.report(self.step, "train")
-                if profile_steps and self.step == profile_steps[0]:
-                    jax.profiler.start_trace(str(self.workdir / "profile"))
+                trace.before(self.step)
                 self._take_step(batches)
-                if profile_steps and self.step > profile_steps[1]:
-                    jax.block_until_ready(self.state)
-                    jax.profiler.stop_trace()
-                    profile_steps = None
+                trace.after(self.step, self.state)
                 due = self._due()
                 if due:
                     metrics = self._settle()
@@ -359,11 +358,42 @@ class Run:
         plot = training.plot_runs(runs, self.workdir / "loss.png")
         summary = training.summary_table(runs)
         evaluated = any("validation_loss" in record for record in records)
-        if self.config.eval.compare_with_ngrams and evaluated:
+        ended = self.step >= self.config.train.num_steps and evaluated
+        if self.config.eval.compare_with_ngrams and ended:
             summary += "\n\n" + _ngram_table(self.corpus, records)
         (self.workdir / "summary.txt").write_text(summary + "\n")
         print(f"\n{summary}\n\nplot: {plot}")
         return records[-1] if records else {}  # somebody has removed the log
+
+
+class _Trace:
+    """A profiler trace of some steps, whole however the loop ends; None: no trace."""
+
+    def __init__(self, steps: tuple[int, int] | None, directory: pathlib.Path):
+        self._steps, self._directory, self._running = steps, directory, False
+
+    def before(self, step: int) -> None:
+        if self._steps and not self._running:
+            first, last = self._steps
+            if first <= step <= last:
+                jax.profiler.start_trace(str(self._directory))
+                self._running = True
+
+    def after(self, step: int, state: training.TrainState) -> None:
+        if self._running and self._steps and step > self._steps[1]:
+            jax.block_until_ready(state)
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._running = False
+
+    def __enter__(self) -> "_Trace":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._running:
+            self._stop()
 
 
 @jax.jit
@@ -453,15 +483,17 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: {error}\n")
     with distributed.guard() as watch, jax.set_mesh(mesh):
         watch.report(None, "set up")
-        try:
-            run = set_up(
-                flags.config,
-                flags.workdir,
-                accept_config_changes=flags.accept_config_changes,
-            )
-        except ValueError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        run.train(watch, profile_steps=flags.profile_steps)
+        with contextlib.ExitStack() as claimed:
+            try:
+                claimed.enter_context(training.claim(flags.workdir))
+                run = set_up(
+                    flags.config,
+                    flags.workdir,
+                    accept_config_changes=flags.accept_config_changes,
+                )
+            except (OSError, ValueError) as error:
+                parser.exit(2, f"{parser.prog}: {error}\n")
+            run.train(watch, profile_steps=flags.profile_steps)
 
 
 if __name__ == "__main__":

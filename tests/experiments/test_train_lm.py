@@ -224,6 +224,14 @@ def test_a_profile_of_chosen_steps_is_written(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.parametrize("steps", [(0, 0), (1, 9)])
+def test_a_trace_around_a_restart_or_past_the_end_is_written(tmp_path, steps):
+    short = ("--config.train.num_steps=3", "--config.schedule.kwargs.warmup=1")
+    train(tmp_path, *short, profile_steps=steps)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    train(tmp_path, *short, profile_steps=steps)
+
+
 def test_text_comes_out_and_the_same_seed_gives_the_same(finished, capsys):
     def text(*flags):
         generate.main([str(finished), "--num_tokens=8", "--prompt=I like", *flags])
@@ -262,6 +270,23 @@ def test_what_cannot_run_ends_with_status_2(tmp_path, capsys, overrides, says):
     assert says in message
     assert "Traceback" not in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_work_directory_that_cannot_be_one_ends_with_status_2(tmp_path, capsys):
+    file = tmp_path / "a file"
+    file.write_text("")
+    assert "a file" in refusal(capsys, file)
+    assert "a file" in refusal(capsys, file / "run")
+    cache_dir = f"--config.data.cache_dir={file}"
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([CONFIG, f"--workdir={tmp_path / 'run'}", cache_dir])
+    assert stop.value.code == 2
+    assert "a file" in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_work_directory_is_refused(tmp_path, capsys):
+    with training.claim(tmp_path):
+        assert "in use by another run (process" in refusal(capsys, tmp_path)
 
 
 def test_an_empty_corpus_ends_with_status_2(tmp_path, capsys):
