@@ -89,6 +89,11 @@ def set_up(
     # Data.
     corpus = builders.corpus(config, progress=_tokenizing)
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
+    resolved["data"]["fingerprint"] = corpus.fingerprint  # a path is not its content
+    distributed.check_agreement(
+        training.config_hash(resolved, free=("data.cache_dir",)),
+        what="config or corpus",
+    )
     stored = workdir / training.CONFIG_FILE
     if stored.is_file() and not accept_config_changes:
         old = training.read_config(stored)

@@ -17,6 +17,8 @@ index = int(index)
 distributed.initialize(coordinator, num_processes=int(count), process_id=index)
 with distributed.guard(**json.loads(limits)) as watch:
     watch.report(None, "compile")
+    same = "a config" if fault != "disagree" else f"config of {index}"
+    distributed.check_agreement(same, what="config")
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     shape = (jax.device_count(),)
     ones = jax.make_array_from_callback(

@@ -64,6 +64,12 @@ def test_an_error_ends_all_and_is_shown_by_all():
         assert "Traceback" in stderr
 
 
+def test_processes_with_different_configs_end():
+    for status, _, stderr in ends(start("disagree")):
+        assert status == 1
+        assert "the config of process 1 is not that of process 0" in stderr
+
+
 def test_a_killed_process_is_named():
     processes = start("run")
     wait_until_they_train(processes)

@@ -170,6 +170,28 @@ def test_another_config_is_refused_by_name(finished, tmp_path):
     assert lines(workdir) == lines(finished)
 
 
+def test_a_text_that_was_changed_is_another_config(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": f"document {i} of some words"}) for i in range(99)]
+    corpus.write_text("\n".join(lines))
+    overrides = (
+        "--config.data.name=jsonl",
+        f"--config.data.path={corpus}",
+        "--config.data.tokenizer.name=bytes",
+        f"--config.data.cache_dir={tmp_path / 'cache'}",
+        "--config.train.num_steps=2",
+        "--config.schedule.kwargs.warmup=0",
+        "--config.eval.compare_with_ngrams=false",
+    )
+    config = config_of("--config.mesh.axes.data=1")
+    problems = command_line.apply_overrides(config, list(overrides))
+    assert not problems
+    train_lm.train_and_evaluate(config, tmp_path / "run")
+    corpus.write_text("\n".join(lines[1:]))
+    with pytest.raises(ValueError, match=r"data\.fingerprint: '\w+' -> '\w+'"):
+        train_lm.train_and_evaluate(config, tmp_path / "run")
+
+
 def test_another_batch_size_goes_on_at_the_right_sample(tmp_path):
     steady = "--config.schedule.name=warmup_constant_schedule"
     plain = "--config.schedule.kwargs={'peak_value': 1e-3, 'warmup': 4}"
