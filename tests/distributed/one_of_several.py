@@ -40,6 +40,11 @@ with distributed.guard(**json.loads(limits)) as watch:
         watch.report(step, "data")
         if step == 3 and index == 1 and fault == "raise":
             raise LookupError("a bad record")
+        if step == 3 and index == 1 and fault == "refuse":
+            try:
+                raise LookupError("a bad record")
+            except LookupError:
+                sys.exit(2)
         time.sleep(0.02)
         watch.report(step, "step")
         total = float(add(ones)[0])

@@ -64,6 +64,14 @@ def test_an_error_ends_all_and_is_shown_by_all():
         assert "Traceback" in stderr
 
 
+def test_a_refusal_ends_all_with_its_reason_and_no_traceback():
+    (_, _, other), (status, _, stderr) = ends(start("refuse"))
+    assert status == 2
+    for text in (other, stderr):
+        assert "process 1 failed in phase 'data' of step 3: LookupError: a" in text
+        assert "Traceback" not in text
+
+
 def test_processes_with_different_configs_end():
     for status, _, stderr in ends(start("disagree")):
         assert status == 1
