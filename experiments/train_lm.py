@@ -221,10 +221,9 @@ class Run:
             batch_size=settings.batch_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            max_rows=None if settings.max_rows == -1 else settings.max_rows,
             transform=self.corpus.transform,
         )
-        if settings.max_rows >= 0:
-            batches = batches[: -(-settings.max_rows // settings.batch_size)]
         with contextlib.closing(data.prefetch(batches)) as iterator:
             found = training.evaluate(self.loss_fn, self.state.params, iterator)
         return {

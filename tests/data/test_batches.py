@@ -222,6 +222,20 @@ def test_evaluation_of_packed_rows_counts_every_token_once():
     assert {b["weights"].shape for b in batches} == {(2, 4)}
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 8])
+def test_evaluation_of_the_first_rows_is_the_same_for_every_batch_size(batch_size):
+    batches = data.evaluation_batches(rows(29), batch_size=batch_size, max_rows=5)
+    counted = [
+        i
+        for batch in batches
+        for i, weight in zip(ids(batch), batch["weights"].tolist(), strict=True)
+        if weight
+    ]
+    assert counted == list(range(5))
+    batches = data.evaluation_batches(rows(3), batch_size=batch_size, max_rows=5)
+    assert sum(batch["weights"].sum() for batch in batches) == 3
+
+
 def test_evaluation_may_drop_an_incomplete_batch():
     batches = data.evaluation_batches(rows(29), batch_size=8, remainder="drop")
     assert [ids(b) for b in batches] == [
