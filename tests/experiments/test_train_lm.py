@@ -1,8 +1,11 @@
 """The whole run: it learns, resumes exactly, stops at nonsense, and says why."""
 
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -190,6 +193,43 @@ def test_a_text_that_was_changed_is_another_config(tmp_path):
     corpus.write_text("\n".join(lines[1:]))
     with pytest.raises(ValueError, match=r"data\.fingerprint: '\w+' -> '\w+'"):
         train_lm.train_and_evaluate(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_the_command_goes_on_with_workers_and_blanks_in_all_paths(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    records = [json.dumps({"text": f"document {i} of words"}) for i in range(99)]
+    (folder / "corpus 1.jsonl").write_text("\n".join(records))
+    overrides = (
+        "--config.data.name=jsonl",
+        f"--config.data.path={folder / 'corpus 1.jsonl'}",
+        f"--config.data.cache_dir={tmp_path / 'my cache'}",
+        "--config.data.tokenizer.name=bytes",
+        "--config.data.validation_fraction=0.2",
+        "--config.train.num_steps=6",
+        "--config.eval.compare_with_ngrams=false",
+        "--config.mesh.axes.data=1",
+    )
+    config = command_line.parse(command_line.parser("test"), [CONFIG, *overrides])
+    train_lm.train_and_evaluate(config.config, tmp_path / "unbroken")
+    workdir = tmp_path / "my runs" / "run 1"
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed.Watch, "stop_requested", lambda _, step: step == 3)
+        train_lm.train_and_evaluate(config.config, workdir)
+    workers = "--config.data.num_workers=2"
+    command = [sys.executable, "-m", "experiments.train_lm", CONFIG, *overrides]
+    subprocess.run(
+        [*command, workers, f"--workdir={workdir}"],
+        cwd=pathlib.Path(__file__).resolve().parents[2],
+        # The same devices as here: the sums of other ones differ in their last bits.
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        check=True,
+        timeout=200,
+    )
+    assert lines(workdir) == lines(tmp_path / "unbroken")
 
 
 def test_another_batch_size_goes_on_at_the_right_sample(tmp_path):
