@@ -80,5 +80,10 @@ def parse_arg(arg: str | None, **defaults):
         if kind is bool:
             values[name] = text.lower() in ("", "1", "true", "yes")
         else:
-            values[name] = kind(text)
+            try:
+                values[name] = kind(text)
+            except ValueError:
+                raise ValueError(
+                    f"the variant {item!r} needs {name}=<{kind.__name__}>"
+                ) from None
     return ml_collections.ConfigDict(values)

@@ -28,6 +28,7 @@ class Corpus(NamedTuple):
     """The tokenized documents of a run, as rows to train and to evaluate on."""
 
     tokenizer: data.Tokenizer
+    fingerprint: str  # of text and tokenizer
     vocab_size: int  # of the model: the tokenizer's, and a mask token where one is used
     train: data.PackedRows
     validation: data.PackedRows
@@ -98,6 +99,7 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
         )
     return Corpus(
         tokenizer,
+        cache.fingerprint,
         vocab_size,
         data.PackedRows(train, **rows),
         data.PackedRows(validation, keep_remainder=True, **rows),

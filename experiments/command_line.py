@@ -71,11 +71,18 @@ def load_config(reference: str) -> ml_collections.ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        get_config = module.get_config
-        return get_config(arg or None)
-    except (AttributeError, KeyError, TypeError) as error:
-        message = str(error).replace("\n", " ").strip("\"'")
-        raise ValueError(f"{path} does not make a config: {message}") from error
+        config = module.get_config(arg or None)
+    except Exception as error:  # whatever a user's file may raise
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error
+        message = str(text).replace("\n", " ")
+        kind = type(error).__name__
+        raise ValueError(f"{path} does not make a config: {kind}: {message}") from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise ValueError(
+            f"{path} does not make a config: get_config returns {config!r}, no "
+            "ConfigDict"
+        )
+    return config
 
 
 def apply_overrides(config: ml_collections.ConfigDict, overrides: list[str]):

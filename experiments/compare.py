@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
         logs = map(training.read_log, flags.workdirs)
         runs = dict(zip(names, logs, strict=True))
         plot = training.plot_runs(runs, flags.output)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(f"{training.summary_table(runs)}\n\nplot: {plot}")
 

@@ -63,7 +63,7 @@ def generate(
             f"{type(model).__name__} is not causal and cannot continue a text; "
             "give the work directory of a GPT"
         )
-    if num_tokens < 1 or temperature < 0 or top_k < 1:
+    if num_tokens < 1 or not temperature >= 0 or top_k < 1:
         raise ValueError(
             f"{num_tokens=} and {top_k=} must be at least 1, {temperature=} at least 0"
         )
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
             top_k=flags.top_k,
             seed=flags.seed,
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
     print(tokenizer.decode(ids))
 

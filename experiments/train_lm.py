@@ -73,8 +73,9 @@ def train_and_evaluate(
     builders.check_config(config)
     with distributed.guard() as watch, jax.set_mesh(builders.mesh(config)):
         watch.report(None, "set up")
-        run = set_up(config, workdir, accept_config_changes=accept_config_changes)
-        return run.train(watch, profile_steps=profile_steps)
+        with training.claim(workdir):
+            run = set_up(config, workdir, accept_config_changes=accept_config_changes)
+            return run.train(watch, profile_steps=profile_steps)
 
 
 def set_up(
@@ -91,6 +92,10 @@ def set_up(
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
     # A file may hold another text than when the run began.
     resolved["data"]["fingerprint"] = corpus.fingerprint
+    distributed.check_agreement(
+        training.config_hash(resolved, free=("data.cache_dir",)),
+        what="config or corpus",
+    )
     stored = workdir / training.CONFIG_FILE
     if stored.is_file() and not accept_config_changes:
         old = training.read_config(stored)
@@ -226,10 +231,9 @@ class Run:
             batch_size=settings.batch_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
+            max_rows=None if settings.max_rows == -1 else settings.max_rows,
             transform=self.corpus.transform,
         )
-        if settings.max_rows >= 0:
-            batches = batches[: -(-settings.max_rows // settings.batch_size)]
         with contextlib.closing(data.prefetch(batches)) as iterator:
             found = training.evaluate(self.loss_fn, self.state.params, iterator)
         return {
@@ -372,7 +376,8 @@ class Run:
         plot = training.plot_runs(runs, self.workdir / "loss.png")
         summary = training.summary_table(runs)
         evaluated = any("validation_loss" in record for record in records)
-        if self.config.eval.compare_with_ngrams and evaluated:
+        ended = self.step >= self.config.train.num_steps and evaluated
+        if self.config.eval.compare_with_ngrams and ended:
             summary += "\n\n" + _ngram_table(self.corpus, records)
         (self.workdir / "summary.txt").write_text(summary + "\n")
         print(f"\n{summary}\n\nplot: {plot}")
@@ -494,15 +499,17 @@ def main(argv: list[str] | None = None) -> None:
         parser.exit(2, f"{parser.prog}: {error}\n")
     with distributed.guard() as watch, jax.set_mesh(mesh):
         watch.report(None, "set up")
-        try:
-            run = set_up(
-                flags.config,
-                flags.workdir,
-                accept_config_changes=flags.accept_config_changes,
-            )
-        except ValueError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        run.train(watch, profile_steps=flags.profile_steps)
+        with contextlib.ExitStack() as claimed:
+            try:
+                claimed.enter_context(training.claim(flags.workdir))
+                run = set_up(
+                    flags.config,
+                    flags.workdir,
+                    accept_config_changes=flags.accept_config_changes,
+                )
+            except (OSError, ValueError) as error:
+                parser.exit(2, f"{parser.prog}: {error}\n")
+            run.train(watch, profile_steps=flags.profile_steps)
 
 
 if __name__ == "__main__":

@@ -154,8 +154,16 @@ def batches(
 class _EvaluationBatch:
     """Maps a batch number to rows in order, filled up with rows of weight 0."""
 
-    def __init__(self, rows: Any, batch_size: int, slots: range, transform: Any):
+    def __init__(
+        self,
+        rows: Any,
+        num_rows: int,
+        batch_size: int,
+        slots: range,
+        transform: Any,
+    ):
         self._rows = rows
+        self._num_rows = num_rows
         self._batch_size = batch_size
         self._slots = slots
         self._transform = transform
@@ -165,14 +173,14 @@ class _EvaluationBatch:
         return stack([self._record(start + slot) for slot in self._slots])
 
     def _record(self, sample: int) -> dict[str, Any]:
-        row = min(sample, len(self._rows) - 1)
+        row = min(sample, self._num_rows - 1)
         record = {"sample_id": np.int64(row), **self._rows[row]}
         if self._transform is not None:
             record = self._transform(record, row)
         weights = record.get("weights")
         if weights is None:
             weights = np.ones(np.shape(_targets(record)), np.float32)
-        if sample < len(self._rows):
+        if sample < self._num_rows:
             return {**record, "weights": weights}
         nothing = {"sample_id": np.int64(-1), "weights": np.zeros_like(weights)}
         return {**record, **nothing}
@@ -195,6 +203,7 @@ def evaluation_batches(
     process_index: int = 0,
     process_count: int = 1,
     remainder: str = "pad",
+    max_rows: int | None = None,
     transform: collections.abc.Callable[[dict, int], dict] | None = None,
 ) -> grain.MapDataset:
     """Return every row once, in order, in batches of one shape.
@@ -209,6 +218,7 @@ def evaluation_batches(
       process_index: which slice of each batch this process gets.
       process_count: number of processes.
       remainder: ``"pad"``, or ``"drop"`` to leave out an incomplete last batch.
+      max_rows: only the first so many rows; None means all.
       transform: applied to each record as ``transform(record, row)``.
 
     Returns:
@@ -228,14 +238,15 @@ def evaluation_batches(
     if remainder not in ("pad", "drop"):
         raise ValueError(f"remainder={remainder!r} must be 'pad' or 'drop'.")
     slots = _slots(batch_size, process_index, process_count)
-    count = len(rows) // batch_size
+    num_rows = len(rows) if max_rows is None else min(len(rows), max_rows)
+    count = num_rows // batch_size
     if remainder == "pad":
-        count = -(-len(rows) // batch_size)
-    if not count:
+        count = -(-num_rows // batch_size)
+    if count < 1:
         raise ValueError(
-            f"{len(rows)} rows make no batch of {batch_size} with {remainder=}."
+            f"{num_rows} rows make no batch of {batch_size} with {remainder=}."
         )
-    batch = _EvaluationBatch(rows, batch_size, slots, transform)
+    batch = _EvaluationBatch(rows, num_rows, batch_size, slots, transform)
     return grain.MapDataset.range(count).map(batch)
 
 

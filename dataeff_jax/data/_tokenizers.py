@@ -185,7 +185,14 @@ class BPETokenizer:
         cls, path: str | os.PathLike, *, end_of_text: str = END_OF_TEXT
     ) -> "BPETokenizer":
         """Read a ``tokenizer.json`` as ``save`` or Hugging Face's packages write it."""
-        model = tokenizers.Tokenizer.from_str(_read(path))
+        try:
+            model = tokenizers.Tokenizer.from_str(_read(path))
+        except ValueError:
+            raise  # not readable at all
+        except Exception as error:  # the package has no narrower class
+            raise ValueError(
+                f"{path} holds no tokenizer: {error}; delete it to have it made again."
+            ) from error
         model.no_padding()
         model.no_truncation()
         return cls(model, end_of_text=end_of_text)

@@ -1,5 +1,6 @@
 """Meshes, shardings, per-device gradients and processes."""
 
+from dataeff_jax.distributed._agreement import check_agreement
 from dataeff_jax.distributed._grad import local_value_and_grad, vary
 from dataeff_jax.distributed._mesh import (
     HOST_KEYS,
@@ -16,6 +17,7 @@ from dataeff_jax.distributed._watch import Watch
 __all__ = [
     "HOST_KEYS",
     "Watch",
+    "check_agreement",
     "check_batch_size",
     "data_mesh",
     "guard",

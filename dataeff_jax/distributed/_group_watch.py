@@ -78,10 +78,13 @@ class GroupWatch(_watch.Watch):
             # report, or for its silence to be noticed.
             self._beat = self._beat._replace(state="fails")
             time.sleep(self._limits.dead + 5 * self._limits.interval)
-        summary = "".join(traceback.format_exception_only(error)).strip()
         trace = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
+        reason = error
+        if isinstance(error, SystemExit):  # the program's own choice, and no surprise
+            reason, trace = error.__context__ or error, ""
+        summary = "".join(traceback.format_exception_only(reason)).strip()
         cause = f"process {self._index} failed {self._beat.where()}: {summary}"
-        self._blame(f"{cause}\n{trace.rstrip()}", status=_status(error))
+        self._blame(f"{cause}\n{trace}".rstrip(), status=_status(error))
 
     def _blame(self, cause: str, *, status: int = 1) -> None:
         """Make this the cause for all processes, unless there is one already; end."""

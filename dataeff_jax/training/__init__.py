@@ -6,6 +6,7 @@ from dataeff_jax.training._checkpoint import (
     Checkpoints,
     restore,
 )
+from dataeff_jax.training._claim import claim
 from dataeff_jax.training._config import (
     check_same_config,
     config_hash,
@@ -44,6 +45,7 @@ __all__ = [
     "TrainState",
     "check_finite",
     "check_same_config",
+    "claim",
     "config_hash",
     "data_parallel_step",
     "evaluate",

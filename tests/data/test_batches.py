@@ -222,6 +222,20 @@ def test_evaluation_of_packed_rows_counts_every_token_once():
     assert {b["weights"].shape for b in batches} == {(2, 4)}
 
 
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 8])
+def test_evaluation_of_the_first_rows_is_the_same_for_every_batch_size(batch_size):
+    batches = data.evaluation_batches(rows(29), batch_size=batch_size, max_rows=5)
+    counted = [
+        i
+        for batch in batches
+        for i, weight in zip(ids(batch), batch["weights"].tolist(), strict=True)
+        if weight
+    ]
+    assert counted == list(range(5))
+    batches = data.evaluation_batches(rows(3), batch_size=batch_size, max_rows=5)
+    assert sum(batch["weights"].sum() for batch in batches) == 3
+
+
 def test_evaluation_may_drop_an_incomplete_batch():
     batches = data.evaluation_batches(rows(29), batch_size=8, remainder="drop")
     assert [ids(b) for b in batches] == [
@@ -371,6 +385,41 @@ def test_unknown_flags_are_still_reported_after_workers_have_run(launched):
     stdout, stderr, _ = launched["argparse_three_workers"]
     reported = [line for line in stdout.splitlines() if "num_wrkers" in line]
     assert reported == ["Unknown command line flag 'num_wrkers'"], stderr
+
+
+KILLED = textwrap.dedent("""
+    import multiprocessing, os, signal
+    import numpy as np
+    from dataeff_jax import data
+
+    if __name__ == "__main__":
+        rows = data.MemorySource({"labels": np.arange(29)})
+        steps = data.batches(rows, batch_size=8, seed=0)
+        iterator = data.prefetch(steps, num_workers=1)
+        next(iterator)
+        (worker,) = multiprocessing.active_children()
+        os.kill(worker.pid, signal.SIGKILL)
+        try:
+            for _ in range(10**6):
+                next(iterator)
+        except Exception as error:
+            print("noticed", type(error).__name__)
+""")
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_an_error_and_no_endless_wait(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "noticed" in done.stdout, done.stderr
 
 
 def test_processes_agree_on_the_steps_of_an_epoch_of_uneven_size():

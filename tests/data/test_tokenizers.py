@@ -112,6 +112,14 @@ def test_foreign_tokenizer_needs_its_end_of_text_named(tmp_path):
     assert loaded.token_id("[MASK]") is None
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"model": {"type": "BP'])
+def test_file_with_half_a_byte_pair_tokenizer_is_refused(content, tmp_path):
+    path = tmp_path / "bpe.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"bpe\.json holds no tokenizer: "):
+        data.BPETokenizer.load(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

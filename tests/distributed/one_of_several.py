@@ -17,6 +17,8 @@ index = int(index)
 distributed.initialize(coordinator, num_processes=int(count), process_id=index)
 with distributed.guard(**json.loads(limits)) as watch:
     watch.report(None, "compile")
+    same = "a config" if fault != "disagree" else f"config of {index}"
+    distributed.check_agreement(same, what="config")
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     shape = (jax.device_count(),)
     ones = jax.make_array_from_callback(
@@ -38,6 +40,11 @@ with distributed.guard(**json.loads(limits)) as watch:
         watch.report(step, "data")
         if step == 3 and index == 1 and fault == "raise":
             raise LookupError("a bad record")
+        if step == 3 and index == 1 and fault == "refuse":
+            try:
+                raise LookupError("a bad record")
+            except LookupError:
+                sys.exit(2)
         time.sleep(0.02)
         watch.report(step, "step")
         total = float(add(ones)[0])

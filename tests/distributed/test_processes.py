@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -63,6 +64,20 @@ def test_an_error_ends_all_and_is_shown_by_all():
         assert "Traceback" in stderr
 
 
+def test_a_refusal_ends_all_with_its_reason_and_no_traceback():
+    (_, _, other), (status, _, stderr) = ends(start("refuse"))
+    assert status == 2
+    for text in (other, stderr):
+        assert "process 1 failed in phase 'data' of step 3: LookupError: a" in text
+        assert "Traceback" not in text
+
+
+def test_processes_with_different_configs_end():
+    for status, _, stderr in ends(start("disagree")):
+        assert status == 1
+        assert "the config of process 1 is not that of process 0" in stderr
+
+
 def test_a_killed_process_is_named():
     processes = start("run")
     wait_until_they_train(processes)
@@ -107,6 +122,20 @@ def test_a_stopped_process_is_named_with_its_phase(stopped):
     assert f"process {stopped}" in stderr
     assert "has died or hangs" in stderr
     assert "in phase" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_goes_on_in_time_is_left_in_peace(stopped):
+    processes = start("run")
+    wait_until_they_train(processes)
+    processes[stopped].send_signal(signal.SIGSTOP)
+    time.sleep(3)  # a collective waits, but nobody is silent for `hang_seconds`
+    processes[stopped].send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert [process.poll() for process in processes] == [None, None]
+    processes[0].terminate()
+    assert [status for status, _, _ in ends(processes)] == [0, 0]
 
 
 def test_alone_initialize_does_nothing():

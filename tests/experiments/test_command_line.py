@@ -142,10 +142,29 @@ def test_a_config_file_with_a_wrong_key_or_type_is_refused(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("def get_config(:", "SyntaxError: invalid syntax"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("def get_config(arg): return None", "get_config returns None"),
+        ("def get_config(arg): 1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = 1", "has no attribute 'get_config"),
+    ],
+)
+def test_a_file_that_makes_no_config_is_named(capsys, tmp_path, content, says):
+    path = tmp_path / "mine.py"
+    path.write_text(content)
+    message = refusal(capsys, config=str(path))
+    assert "mine.py does not make a config: " in message
+    assert says in message
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ("configs/no_such.py", "no config file"),
         ("configs/gpt_baseline.py:tiny,sed=3", "no variant 'sed'"),
+        ("configs/gpt_baseline.py:tiny,seed=x", "'seed=x' needs seed=<int>"),
     ],
 )
 def test_a_config_that_is_not_there(capsys, config, says):

@@ -3,8 +3,11 @@
 import gc
 import itertools
 import json
+import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -249,6 +252,43 @@ def test_a_text_that_changed_since_the_run_began_is_refused(tmp_path):
             train_lm.set_up(config, tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_the_command_goes_on_with_workers_and_blanks_in_all_paths(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    records = [json.dumps({"text": f"document {i} of words"}) for i in range(99)]
+    (folder / "corpus 1.jsonl").write_text("\n".join(records))
+    overrides = (
+        "--config.data.name=jsonl",
+        f"--config.data.path={folder / 'corpus 1.jsonl'}",
+        f"--config.data.cache_dir={tmp_path / 'my cache'}",
+        "--config.data.tokenizer.name=bytes",
+        "--config.data.validation_fraction=0.2",
+        "--config.train.num_steps=6",
+        "--config.eval.compare_with_ngrams=false",
+        "--config.mesh.axes.data=1",
+    )
+    config = command_line.parse(command_line.parser("test"), [CONFIG, *overrides])
+    train_lm.train_and_evaluate(config.config, tmp_path / "unbroken")
+    workdir = tmp_path / "my runs" / "run 1"
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed.Watch, "stop_requested", lambda _, step: step == 3)
+        train_lm.train_and_evaluate(config.config, workdir)
+    workers = "--config.data.num_workers=2"
+    command = [sys.executable, "-m", "experiments.train_lm", CONFIG, *overrides]
+    subprocess.run(
+        [*command, workers, f"--workdir={workdir}"],
+        cwd=pathlib.Path(__file__).resolve().parents[2],
+        # The same devices as here: the sums of other ones differ in their last bits.
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
+        check=True,
+        timeout=200,
+    )
+    assert lines(workdir) == lines(tmp_path / "unbroken")
+
+
 def test_another_batch_size_goes_on_at_the_right_sample(tmp_path):
     steady = "--config.schedule.name=warmup_constant_schedule"
     plain = "--config.schedule.kwargs={'peak_value': 1e-3, 'warmup': 4}"
@@ -312,6 +352,14 @@ def test_a_run_resumed_behind_the_steps_to_profile_goes_on(finished, tmp_path):
     assert not (workdir / "profile").exists()
 
 
+@pytest.mark.parametrize("steps", [(0, 0), (1, 9)])
+def test_a_trace_around_a_restart_or_past_the_end_is_written(tmp_path, steps):
+    short = ("--config.train.num_steps=3", "--config.schedule.kwargs.warmup=1")
+    train(tmp_path, *short, profile_steps=steps)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    train(tmp_path, *short, profile_steps=steps)
+
+
 def test_text_comes_out_and_the_same_seed_gives_the_same(finished, capsys):
     def text(*flags):
         generate.main([str(finished), "--num_tokens=8", "--prompt=I like", *flags])
@@ -350,6 +398,23 @@ def test_what_cannot_run_ends_with_status_2(tmp_path, capsys, overrides, says):
     assert says in message
     assert "Traceback" not in message
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_work_directory_that_cannot_be_one_ends_with_status_2(tmp_path, capsys):
+    file = tmp_path / "a file"
+    file.write_text("")
+    assert "a file" in refusal(capsys, file)
+    assert "a file" in refusal(capsys, file / "run")
+    cache_dir = f"--config.data.cache_dir={file}"
+    with pytest.raises(SystemExit) as stop:
+        train_lm.main([CONFIG, f"--workdir={tmp_path / 'run'}", cache_dir])
+    assert stop.value.code == 2
+    assert "a file" in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_work_directory_is_refused(tmp_path, capsys):
+    with training.claim(tmp_path):
+        assert "in use by another run (process" in refusal(capsys, tmp_path)
 
 
 def test_an_empty_corpus_ends_with_status_2(tmp_path, capsys):
