@@ -33,7 +33,6 @@ class Corpus(NamedTuple):
     train: data.PackedRows
     validation: data.PackedRows
     transform: Callable[[dict, int], dict] | None  # what becomes of a row when drawn
-    fingerprint: str  # of text and tokenizer
 
 
 def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
@@ -104,7 +103,6 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
         data.PackedRows(train, **rows),
         data.PackedRows(validation, keep_remainder=True, **rows),
         transform,
-        cache.fingerprint,
     )
 
 
