@@ -9,8 +9,11 @@ from dataeff_jax.curriculum._difficulty import (
     sequence_length,
     vocabulary_rarity,
 )
+from dataeff_jax.curriculum._document_rows import DocumentRows
 from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
 from dataeff_jax.curriculum._index import DifficultyIndex
+from dataeff_jax.curriculum._length import reshape, segment, truncate
+from dataeff_jax.curriculum._length_batches import LengthCurriculum, Trimming
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
 
@@ -18,16 +21,22 @@ __all__ = [
     "ArraySource",
     "Criterion",
     "DifficultyIndex",
+    "DocumentRows",
+    "LengthCurriculum",
     "Lexicographic",
     "Metric",
     "Records",
     "SampleOrder",
     "Sampler",
+    "Trimming",
     "analyze",
     "batches",
     "dataset",
     "function_metric",
     "percentile_count",
+    "reshape",
+    "segment",
     "sequence_length",
+    "truncate",
     "vocabulary_rarity",
 ]
