@@ -2,6 +2,11 @@
 
 from dataeff_jax.curriculum._analyzer import analyze
 from dataeff_jax.curriculum._dataset import Sampler, batches, dataset
+from dataeff_jax.curriculum._deepspeed import (
+    DeepSpeedCurriculum,
+    read_deepspeed_config,
+)
+from dataeff_jax.curriculum._deepspeed_index import import_deepspeed_index
 from dataeff_jax.curriculum._difficulty import (
     Lexicographic,
     Metric,
@@ -20,6 +25,7 @@ from dataeff_jax.curriculum._sampler import SampleOrder
 __all__ = [
     "ArraySource",
     "Criterion",
+    "DeepSpeedCurriculum",
     "DifficultyIndex",
     "DocumentRows",
     "LengthCurriculum",
@@ -33,7 +39,9 @@ __all__ = [
     "batches",
     "dataset",
     "function_metric",
+    "import_deepspeed_index",
     "percentile_count",
+    "read_deepspeed_config",
     "reshape",
     "segment",
     "sequence_length",
