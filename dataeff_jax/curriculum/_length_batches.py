@@ -1,5 +1,6 @@
 """The length of every step's batch, known before the run, and batches cut to it."""
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -96,8 +97,7 @@ class LengthCurriculum:
 
     def length_at(self, step: int) -> int:
         """Return the length of a step."""
-        place = np.searchsorted(self._starts, step, side="right") - 1
-        return self._values[max(int(place), 0)]
+        return self._values[max(bisect.bisect_right(self._starts, step) - 1, 0)]
 
     def batches(self, dataset: grain.MapDataset) -> grain.MapDataset:
         """Return a dataset of batches, each at the length of its step.

@@ -82,6 +82,27 @@ def test_the_same_command_again_changes_nothing(folder, index, capsys):
     assert "100%" in capsys.readouterr().out
 
 
+def test_blanks_in_paths_change_no_byte(folder, index, tmp_path):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "texts.jsonl").write_bytes((folder / "my texts.jsonl").read_bytes())
+    flags = [f for f in data_flags(plain, "texts.jsonl") if "cache_dir" not in f]
+    flags.append(f"--config.data.cache_dir={plain}/cache")
+    analyze.main([*flags, *BOTH, f"--output={plain}/index"])
+    assert contents(plain / "index") == contents(index)
+
+
+def test_an_index_is_replaced_only_when_asked(folder, tmp_path, capsys):
+    flags = [*data_flags(folder), f"--output={tmp_path}/index"]
+    analyze.main([*flags, BOTH[0]])
+    before = contents(tmp_path / "index")
+    message = refusal(capsys, analyze.main, *flags, BOTH[1])
+    assert "overwrite" in message and contents(tmp_path / "index") == before
+    analyze.main([*flags, BOTH[1], "--overwrite"])
+    found = curriculum.DifficultyIndex(tmp_path / "index").metrics
+    assert found == ("vocabulary_rarity",)
+
+
 def test_documents_are_samples_as_well(folder, capsys):
     directory = folder / "documents"
     flags = [*data_flags(folder), "--of=documents", f"--output={directory}"]
