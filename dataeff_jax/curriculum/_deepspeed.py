@@ -41,6 +41,11 @@ class DeepSpeedCurriculum:
       plan_directory: ``data_cluster_path``; for ``SampleOrder``, None if not given.
       num_epochs: a run ends after this many times the data set's samples.
       num_workers: of the loader; for ``data.prefetch``.
+
+    Example:
+      >>> from dataeff_jax import curriculum
+      >>> curriculum.DeepSpeedCurriculum({}, {}, {}, seed=7).num_epochs
+      1000
     """
 
     criteria: dict[str, _eligibility.Criterion]

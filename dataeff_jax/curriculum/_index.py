@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pathlib
-import time
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,9 @@ class DifficultyIndex:
 
     def __init__(self, directory: str | os.PathLike):
         self.directory = pathlib.Path(directory)
-        self.manifest, self._arrays = _open_consistently(self.directory)
+        self.manifest, self._arrays = _publish.open_consistently(
+            self.directory, _read_manifest, _open_arrays
+        )
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -157,36 +158,10 @@ def _check_order(
 _REBUILD = "Delete the directory, or analyze with overwrite=True."
 
 
-def _open_consistently(
-    directory: pathlib.Path, patience_seconds: float = 2.0
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Open all files of one build, even while another one takes its place."""
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        build, problem, manifest, arrays = None, None, {}, {}
-        try:
-            manifest = _read_manifest(directory)
-            build = manifest["build"]
-            arrays = {n: _open_array(directory, n, manifest) for n in manifest["files"]}
-        except (ValueError, OSError) as error:  # a file can vanish at any moment
-            problem = error
-        # Between the two renames of a replacement nothing is there for a moment.
-        swapping = _publish.is_being_replaced(directory)
-        if not swapping and build == _build_of(directory):
-            break
-        if time.monotonic() > deadline:
-            raise ValueError(f"{directory} keeps being replaced; wait for its writer.")
-        time.sleep(0.005)
-    if problem is not None:
-        raise problem
-    return manifest, arrays
-
-
-def _build_of(directory: pathlib.Path) -> str | None:
-    try:
-        return _read_manifest(directory)["build"]
-    except (ValueError, OSError):
-        return None
+def _open_arrays(
+    directory: pathlib.Path, manifest: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    return {name: _open_array(directory, name, manifest) for name in manifest["files"]}
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:

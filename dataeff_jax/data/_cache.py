@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import pathlib
-import time
 from typing import Any
 
 import numpy as np
@@ -73,7 +72,9 @@ class TokenCache:
 
     def __init__(self, directory: str | os.PathLike):
         self.directory = pathlib.Path(directory)
-        self.manifest, arrays = _open_consistently(self.directory)
+        self.manifest, arrays = _publish.open_consistently(
+            self.directory, _read_manifest, _open_arrays
+        )
         self.tokens: np.ndarray = arrays["tokens.npy"]
         self.offsets: np.ndarray = arrays["offsets.npy"]
         self.hashes: np.ndarray = arrays["hashes.npy"]
@@ -111,39 +112,6 @@ def _reopen(directory: str, build: str) -> TokenCache:
     return cache
 
 
-def _open_consistently(
-    directory: pathlib.Path, patience_seconds: float = 2.0
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Open all files of one build, even while another one takes its place."""
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        before = _manifest_or_error(directory)
-        opened = before
-        if isinstance(before, dict):
-            try:
-                opened = {n: _open_array(directory, n, before) for n in ARRAYS}
-            except ValueError as error:
-                opened = error
-        # Between the two renames of a replacement nothing is there for a moment.
-        swapping = _publish.is_being_replaced(directory)
-        unchanged = repr(before) == repr(_manifest_or_error(directory))
-        if (unchanged and not swapping) or time.monotonic() > deadline:
-            break
-        time.sleep(0.005)
-    if isinstance(opened, ValueError):
-        raise opened
-    if not unchanged or not isinstance(before, dict):
-        raise ValueError(f"{directory} keeps being replaced; wait for its writer.")
-    return before, opened
-
-
-def _manifest_or_error(directory: pathlib.Path) -> dict[str, Any] | ValueError:
-    try:
-        return _read_manifest(directory)
-    except ValueError as error:
-        return error
-
-
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     if not path.is_file():
@@ -172,6 +140,12 @@ def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
 
 def _rebuild() -> str:
     return "Delete the directory, or tokenize with overwrite=True."
+
+
+def _open_arrays(
+    directory: pathlib.Path, manifest: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    return {name: _open_array(directory, name, manifest) for name in ARRAYS}
 
 
 def _open_array(

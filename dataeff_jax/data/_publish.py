@@ -12,6 +12,8 @@ import fcntl
 import os
 import pathlib
 import shutil
+import time
+from typing import Any
 
 
 def _sibling(directory: pathlib.Path, identity: str, kind: str) -> pathlib.Path:
@@ -125,3 +127,53 @@ def is_being_replaced(directory: pathlib.Path) -> bool:
                 return True
             os.close(descriptor)
     return False
+
+
+def open_consistently(
+    directory: pathlib.Path,
+    read_manifest: collections.abc.Callable[[pathlib.Path], dict[str, Any]],
+    open_arrays: collections.abc.Callable[[pathlib.Path, dict[str, Any]], Any],
+    *,
+    patience_seconds: float = 2.0,
+) -> tuple[dict[str, Any], Any]:
+    """Open the files of one build, even while another one takes its place.
+
+    Args:
+      directory: what ``publish`` has put in place.
+      read_manifest: of the directory; its ``"build"`` names the build.
+      open_arrays: opens what the manifest names.
+      patience_seconds: how long to wait for a writer.
+
+    Returns:
+      The manifest, and what ``open_arrays`` has returned for it.
+
+    Raises:
+      ValueError: whatever the two functions found wrong, or a directory that keeps
+        being replaced.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        build, problem, manifest, arrays = None, None, {}, None
+        try:
+            manifest = read_manifest(directory)
+            build = manifest["build"]
+            arrays = open_arrays(directory, manifest)
+        except (ValueError, OSError) as error:  # a file can vanish at any moment
+            problem = error
+        # Between the two renames of a replacement nothing is there for a moment.
+        swapping = is_being_replaced(directory)
+        if not swapping and build == _build_of(directory, read_manifest):
+            break
+        if time.monotonic() > deadline:
+            raise ValueError(f"{directory} keeps being replaced; wait for its writer.")
+        time.sleep(0.005)
+    if problem is not None:
+        raise problem
+    return manifest, arrays
+
+
+def _build_of(directory: pathlib.Path, read_manifest) -> str | None:
+    try:
+        return read_manifest(directory)["build"]
+    except (ValueError, OSError):
+        return None
