@@ -12,11 +12,12 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
 MALLOC = glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1$\
   :glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=268435456
 
-.PHONY: help train test lint docs plan verify benchmark clean
+.PHONY: help train test coverage lint docs plan verify benchmark clean
 
 help:
 	@echo "make train      train a small GPT on real text, compare it with n-gram models"
 	@echo "make test       run the test suite"
+	@echo "make coverage   the same with line coverage, which must be at least 90%"
 	@echo "make lint       ruff and pyrefly"
 	@echo "make docs       build the pages, notebooks executed, into docs/_build"
 	@echo "make plan       what GPT-3 1.3B needs on 64 H200s, compiled without a GPU"
@@ -58,6 +59,9 @@ train: $(VENV)/.base
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2
+
+coverage: $(VENV)/.dev
+	$(PY) -m pytest -n 2 --cov --cov-report=term:skip-covered --cov-fail-under=90
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
