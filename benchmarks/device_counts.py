@@ -36,16 +36,15 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def train(workdir: pathlib.Path, layout: str, *overrides: str) -> None:
+def train(workdir: pathlib.Path, layout: str, steps: int, *overrides: str) -> None:
     """Runs the command in a layout; raises with what it said if it fails."""
     processes, devices = LAYOUTS[layout]
     environment = interruptions.environment() | {"JAX_NUM_CPU_DEVICES": str(devices)}
-    if processes > 1:
-        environment |= {
-            "COORDINATOR": f"127.0.0.1:{_free_port()}",
-            "NUM_PROCESSES": str(processes),
-        }
-    command = interruptions.command(workdir, *overrides)
+    environment |= {
+        "COORDINATOR": f"127.0.0.1:{_free_port()}",
+        "NUM_PROCESSES": str(processes),
+    }
+    command = interruptions.command(workdir, *overrides, steps=steps, save_every=25)
     running = [
         subprocess.Popen(
             command,
@@ -69,16 +68,13 @@ def losses(workdir: pathlib.Path) -> dict[int, float]:
 
 def run(steps: int, *, layouts=tuple(LAYOUTS), report=print) -> dict:
     """Trains in every layout and restores each checkpoint in every other."""
-    length = f"--config.train.num_steps={steps}"
-    longer = f"--config.train.num_steps={steps + 2}"
     steady = "--config.schedule.name=warmup_constant_schedule"
     rate = "--config.schedule.kwargs={'peak_value': 1e-3, 'warmup': 4}"
-    shared = (steady, rate, "--config.checkpoint.every_steps=25")
     record = {"steps": steps, "largest_difference": {}, "goes_on": {}}
     with tempfile.TemporaryDirectory() as place:
         workdirs = {name: pathlib.Path(place) / name for name in layouts}
         for name, workdir in workdirs.items():
-            train(workdir, name, *shared, length)
+            train(workdir, name, steps, steady, rate)
         one = losses(workdirs[layouts[0]])
         for name, workdir in workdirs.items():
             found = losses(workdir)
@@ -89,7 +85,8 @@ def run(steps: int, *, layouts=tuple(LAYOUTS), report=print) -> dict:
             for other in layouts:
                 copy = pathlib.Path(place) / "goes on"
                 shutil.copytree(workdir, copy)
-                train(copy, other, *shared, longer, "--accept_config_changes")
+                more = "--accept_config_changes"
+                train(copy, other, steps + 2, steady, rate, more)
                 last = losses(copy)[steps + 2]
                 record["goes_on"][f"{name} -> {other}"] = last
                 report(f"{name} -> {other}: loss of step {steps + 2} is {last:.6f}")

@@ -26,14 +26,16 @@ from dataeff_jax import training
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def command(workdir: pathlib.Path, *overrides: str) -> list[str]:
-    """A run of 40 small steps that saves every second one."""
+def command(
+    workdir: pathlib.Path, *overrides: str, steps: int = 40, save_every: int = 2
+) -> list[str]:
+    """A run of small steps, by default 40 of which every second is saved."""
     return [
         *(sys.executable, "-m", "experiments.train_lm"),
         "--config=configs/gpt_baseline.py:tiny",
         f"--workdir={workdir}",
-        "--config.train.num_steps=40",
-        "--config.checkpoint.every_steps=2",
+        f"--config.train.num_steps={steps}",
+        f"--config.checkpoint.every_steps={save_every}",
         "--config.eval.max_rows=8",
         "--config.model.kwargs.dropout_rate=0.1",
         *overrides,

@@ -61,10 +61,7 @@ dnn_version_info {{ major: 9 minor: 8 }}
 device_description_str: "NVIDIA H200"
 """
 
-_INSTALL = (
-    "install the extra, best in an environment of its own: "
-    "pip install 'dataeff-jax[plan]'"
-)
+_INSTALL = "install the extra, best in an environment of its own: pip install '.[plan]'"
 _KERNEL = re.compile(
     r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill "
     r"loads.*?Used (\d+) registers",

@@ -1,6 +1,6 @@
 """Computes the difficulty of every sample of a config's training data, into an index.
 
-    python -m experiments.analyze --config=configs/gpt_baseline.py \
+    python -m experiments.analyze --config=configs/gpt_baseline.py \\
         --metric=sequence_length --metric=vocabulary_rarity --output=runs/index
 
 The samples are the training rows, which a curriculum draws, or with --of=documents the

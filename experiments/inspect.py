@@ -1,6 +1,6 @@
 """Shows an index: percentiles, histograms, and the text of easy and hard samples.
 
-    python -m experiments.inspect runs/index --config=configs/gpt_baseline.py \
+    python -m experiments.inspect runs/index --config=configs/gpt_baseline.py \\
         --percentile=1 --percentile=50 --percentile=99 --output=runs/index.png
 
 The config is that of the analysis; its data tells the texts.

@@ -486,7 +486,7 @@ def main(argv: list[str] | None = None) -> None:
     group.add_argument("--num_processes", type=int)
     group.add_argument("--process_id", type=int)
     flags = command_line.parse(parser, argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", force=True)
     log.setLevel(logging.INFO)
     try:
         distributed.initialize(

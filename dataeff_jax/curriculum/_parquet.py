@@ -81,6 +81,5 @@ def _pyarrow() -> tuple[Any, Any]:
         return arrow, importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise ValueError(
-            "Writing Parquet needs pyarrow; install it with: pip install "
-            "'dataeff-jax[parquet]'"
+            "Writing Parquet needs pyarrow; install it with: pip install '.[parquet]'"
         ) from error

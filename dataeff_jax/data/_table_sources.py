@@ -1,7 +1,7 @@
 """Random-access sources in table and record formats, and ``open_source`` by name.
 
-The packages that read them are optional: ``pip install 'dataeff-jax[parquet]'`` and
-``'dataeff-jax[huggingface]'``; array_record comes with grain where it has wheels.
+The packages that read them are optional: ``pip install '.[parquet]'`` and
+``'.[huggingface]'``; array_record comes with grain where it has wheels.
 """
 
 import importlib
@@ -54,7 +54,7 @@ class ParquetSource:
     """
 
     def __init__(self, paths: _sources.Paths, *, field: str = "text"):
-        parquet = _optional("pyarrow.parquet", "dataeff-jax[parquet]")
+        parquet = _optional("pyarrow.parquet", ".[parquet]")
         self._files = _sources.existing_files(paths, suffixes=(".parquet",))
         self._field = field
         self._groups, sizes = [], []
@@ -90,7 +90,7 @@ class ParquetSource:
 
     def _read(self, group: int) -> list[Any]:
         file, number = self._groups[group]
-        parquet = _optional("pyarrow.parquet", "dataeff-jax[parquet]")
+        parquet = _optional("pyarrow.parquet", ".[parquet]")
         with parquet.ParquetFile(file) as opened:
             table = opened.read_row_group(number, columns=[self._field])
         return table.column(self._field).to_pylist()
@@ -201,7 +201,7 @@ class HuggingFaceSource:
             raise ValueError(f"No row in {path}: the source is empty.")
 
     def _open(self) -> None:
-        datasets = _optional("datasets", "dataeff-jax[huggingface]")
+        datasets = _optional("datasets", ".[huggingface]")
         if not pathlib.Path(self._path).is_dir():
             raise ValueError(f"{self._path} does not exist; give a saved dataset.")
         with _sources.naming(self._path):

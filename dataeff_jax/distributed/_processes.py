@@ -148,9 +148,9 @@ def guard(
       with its last phase and step. One that goes on earlier is left in peace;
     * nobody's step or phase changes for `stall_seconds`: all phases are listed.
 
-    SIGTERM, to one process or to all, asks for a stop: `stop_requested(step)` becomes
-    True at the same step everywhere. When the body has not ended `stop_seconds` later,
-    the processes end.
+    SIGTERM, to one process or to all, and a first Ctrl-C ask for a stop:
+    `stop_requested(step)` becomes True at the same step everywhere. When the body has
+    not ended `stop_seconds` later, the processes end.
 
     Leaving the body waits until all processes have left theirs. In a run of one process
     errors simply pass and only SIGTERM is handled.

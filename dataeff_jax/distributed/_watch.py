@@ -111,13 +111,19 @@ class Watch:
 
 @contextlib.contextmanager
 def stop_signals(watch: Watch) -> Iterator[None]:
-    """SIGTERM asks `watch` to stop, while the body runs in the main thread."""
+    """SIGTERM and a first Ctrl-C ask `watch` to stop; a second Ctrl-C interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may change handlers
         return
     read, write = os.pipe()
     os.set_blocking(write, False)
     previous = signal.signal(signal.SIGTERM, lambda *_: watch.request_stop())
+
+    def interrupted(*_):
+        watch.request_stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous_interrupt = signal.signal(signal.SIGINT, interrupted)
     previous_write = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     watch._wake = read
     try:
@@ -126,6 +132,7 @@ def stop_signals(watch: Watch) -> Iterator[None]:
         signal.set_wakeup_fd(previous_write)
         # None stands for a handler of C++, such as jax's, which cannot be put back.
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+        signal.signal(signal.SIGINT, previous_interrupt or signal.SIG_DFL)
         os.close(read)
         os.close(write)
 

@@ -122,5 +122,6 @@ def check_same_config(
         raise ValueError(
             "the work directory holds a run of another config (stored -> given):\n"
             + "\n".join(differing)
-            + "\nGive the stored values, or start in a new work directory."
+            + "\nGive the stored values, start in a new work directory, or, where the"
+            " change is meant, pass accept_config_changes (--accept_config_changes)."
         )

@@ -65,7 +65,7 @@ def test_without_pyarrow_the_extra_is_named(index, tmp_path, monkeypatch):
         return whole(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(ValueError, match=r"pip install 'dataeff-jax\[parquet\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[parquet\]'"):
         curriculum.export_parquet(index, tmp_path / "x.parquet")
 
 

@@ -321,8 +321,8 @@ def test_unknown_split_is_named_with_those_present(folder):
 @pytest.mark.parametrize(
     ("name", "module", "package"),
     [
-        ("parquet", "pyarrow.parquet", r"dataeff-jax\[parquet\]"),
-        ("huggingface", "datasets", r"dataeff-jax\[huggingface\]"),
+        ("parquet", "pyarrow.parquet", r"\.\[parquet\]"),
+        ("huggingface", "datasets", r"\.\[huggingface\]"),
         (
             "array_record",
             "array_record.python.array_record_data_source",
