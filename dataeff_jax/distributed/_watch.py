@@ -123,7 +123,9 @@ def stop_signals(watch: Watch) -> Iterator[None]:
         watch.request_stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    previous_interrupt = signal.signal(signal.SIGINT, interrupted)
+    previous_interrupt = signal.getsignal(signal.SIGINT)
+    if previous_interrupt is not signal.SIG_IGN:  # as shells set it in the background
+        signal.signal(signal.SIGINT, interrupted)
     previous_write = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     watch._wake = read
     try:
