@@ -11,14 +11,13 @@ and renamed when it is complete.
 """
 
 import hashlib
-import json
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
 
-from dataeff_jax.data import _publish
+from dataeff_jax.data import _manifest, _publish
 
 FORMAT = "dataeff_jax.difficulty"
 VERSION = 1
@@ -161,80 +160,37 @@ _REBUILD = "Delete the directory, or analyze with overwrite=True."
 def _open_arrays(
     directory: pathlib.Path, manifest: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    return {name: _open_array(directory, name, manifest) for name in manifest["files"]}
+    return {
+        name: _manifest.open_array(
+            directory / name,
+            expected,
+            count=manifest["num_samples"],
+            checksum=block_checksum,
+            rebuild=_REBUILD,
+        )
+        for name, expected in manifest["files"].items()
+    }
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-    path = directory / "manifest.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{directory} is no difficulty index: it has no manifest.json."
-        )
-    content = path.read_bytes()
-    try:
-        manifest = json.loads(content)
-    except ValueError:
-        manifest = None
-    if not isinstance(manifest, dict):
-        raise ValueError(
-            f"{path} is damaged ({len(content)} bytes, no JSON object). {_REBUILD}"
-        )
-    found = (manifest.get("format"), manifest.get("version"))
-    if found != (FORMAT, VERSION):
-        raise ValueError(
-            f"{path} has format {found}, this version reads {(FORMAT, VERSION)}. "
-            f"{_REBUILD}"
-        )
+    manifest = _manifest.read(
+        directory, kind="difficulty index", found=(FORMAT, VERSION), rebuild=_REBUILD
+    )
     missing = [name for name in _FIELDS if name not in manifest]
     for metric in manifest.get("metrics", ()):
         files = (f"{metric}.{kind}.npy" for kind in ("values", "order"))
         missing += [f for f in files if f not in manifest.get("files", ())]
     if missing:
+        path = directory / "manifest.json"
         raise ValueError(f"{path} lacks {', '.join(missing)}. {_REBUILD}")
     return manifest
 
 
-def _open_array(
-    directory: pathlib.Path, name: str, manifest: dict[str, Any]
-) -> np.ndarray:
-    """Map an array after checking its size, its count and its checksum."""
-    path, expected = directory / name, manifest["files"][name]
-    actual_bytes = path.stat().st_size if path.is_file() else 0
-    if actual_bytes != expected["num_bytes"]:
-        raise ValueError(
-            f"{path} has {actual_bytes} bytes, the manifest says "
-            f"{expected['num_bytes']}: the file is cut or foreign. {_REBUILD}"
-        )
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. {_REBUILD}") from error
-    if array.shape != (manifest["num_samples"],):
-        raise ValueError(
-            f"{path} holds {len(array)} entries, the manifest says "
-            f"{manifest['num_samples']}. {_REBUILD}"
-        )
-    if (found := block_checksum(path)) != expected["checksum"]:
-        raise ValueError(
-            f"{path} has checksum {found}, the manifest says {expected['checksum']}: "
-            f"the file is damaged or foreign. {_REBUILD}"
-        )
-    return array
-
-
 def block_checksum(path: pathlib.Path) -> str:
-    """Return the sha256 of a small file, or of evenly spaced blocks of a large one."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    num_blocks = _CHECKED_BYTES // _BLOCK_BYTES
-    with open(path, "rb") as stream:
-        if size <= _CHECKED_BYTES:
-            digest.update(stream.read())
-        else:
-            for block in range(num_blocks):
-                stream.seek(block * (size - _BLOCK_BYTES) // (num_blocks - 1))
-                digest.update(stream.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+    """Return the checksum that opening an index compares."""
+    return _manifest.block_checksum(
+        path, checked_bytes=_CHECKED_BYTES, block_bytes=_BLOCK_BYTES
+    )
 
 
 def sha256(path: pathlib.Path) -> str:

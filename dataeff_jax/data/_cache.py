@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from dataeff_jax.data import _publish, _sources, _tokenizers
+from dataeff_jax.data import _manifest, _publish, _sources, _tokenizers
 
 FORMAT = "dataeff_jax.tokens"
 VERSION = 1
@@ -34,6 +34,8 @@ _FIELDS = (
 # that opening a cache of a terabyte reads 64 MiB of it.
 _CHECKED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 2**20
+
+_REBUILD = "Delete the directory, or tokenize with overwrite=True."
 
 
 def _fingerprint(source: str, tokenizer: str) -> str:
@@ -113,86 +115,38 @@ def _reopen(directory: str, build: str) -> TokenCache:
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-    path = directory / "manifest.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} is no token cache: it has no manifest.json.")
-    content = path.read_bytes()
-    try:
-        manifest = json.loads(content)
-        if not isinstance(manifest, dict):
-            raise ValueError("no object")
-    except ValueError:
-        raise ValueError(
-            f"{path} is damaged ({len(content)} bytes, no JSON object). {_rebuild()}"
-        ) from None
-    found = (manifest.get("format"), manifest.get("version"))
-    if found != (FORMAT, VERSION):
-        raise ValueError(
-            f"{path} has format {found}, this version reads {(FORMAT, VERSION)}. "
-            f"{_rebuild()}"
-        )
+    manifest = _manifest.read(
+        directory, kind="token cache", found=(FORMAT, VERSION), rebuild=_REBUILD
+    )
     needed = {*_FIELDS, *(f"files/{name}" for name in ARRAYS)}
     present = {*manifest, *(f"files/{name}" for name in manifest.get("files", ()))}
     if missing := sorted(needed - present):
-        raise ValueError(f"{path} lacks {', '.join(missing)}. {_rebuild()}")
+        path = directory / "manifest.json"
+        raise ValueError(f"{path} lacks {', '.join(missing)}. {_REBUILD}")
     return manifest
-
-
-def _rebuild() -> str:
-    return "Delete the directory, or tokenize with overwrite=True."
 
 
 def _open_arrays(
     directory: pathlib.Path, manifest: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-    return {name: _open_array(directory, name, manifest) for name in ARRAYS}
-
-
-def _open_array(
-    directory: pathlib.Path, name: str, manifest: dict[str, Any]
-) -> np.ndarray:
-    """Map an array after checking its size, its count and its checksum."""
-    path, expected = directory / name, manifest["files"][name]
-    actual_bytes = path.stat().st_size if path.is_file() else 0
-    if actual_bytes != expected["num_bytes"]:
-        raise ValueError(
-            f"{path} has {actual_bytes} bytes, the manifest says "
-            f"{expected['num_bytes']}: the file is cut or foreign. {_rebuild()}"
-        )
     documents, tokens = manifest["num_documents"], manifest["num_tokens"]
     counts = {"tokens.npy": tokens, "offsets.npy": documents + 1}
-    count = counts.get(name, documents)
-    try:
-        # An empty array cannot be mapped.
-        array = np.load(path, mmap_mode="r" if count else None, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}. {_rebuild()}") from error
-    if array.shape != (count,):
-        raise ValueError(
-            f"{path} holds {array.shape[0]} entries, the manifest says {count}. "
-            f"{_rebuild()}"
+    return {
+        name: _manifest.open_array(
+            directory / name,
+            manifest["files"][name],
+            count=counts.get(name, documents),
+            checksum=_checksum,
+            rebuild=_REBUILD,
         )
-    if _checksum(path) != expected["checksum"]:
-        raise ValueError(
-            f"{path} has checksum {_checksum(path)}, the manifest says "
-            f"{expected['checksum']}: the file is damaged or foreign. {_rebuild()}"
-        )
-    return array
+        for name in ARRAYS
+    }
 
 
 def _checksum(path: pathlib.Path) -> str:
-    """Return the sha256 of a file, or of evenly spaced blocks of a large one."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    num_blocks = _CHECKED_BYTES // _BLOCK_BYTES
-    with open(path, "rb") as stream:
-        if size <= _CHECKED_BYTES:
-            digest.update(stream.read())
-        else:
-            for block in range(num_blocks):
-                stream.seek(block * (size - _BLOCK_BYTES) // (num_blocks - 1))
-                digest.update(stream.read(_BLOCK_BYTES))
-    return digest.hexdigest()
+    return _manifest.block_checksum(
+        path, checked_bytes=_CHECKED_BYTES, block_bytes=_BLOCK_BYTES
+    )
 
 
 class _ArrayWriter:
