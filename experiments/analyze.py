@@ -7,70 +7,13 @@ The samples are the training rows, which a curriculum draws, or with --of=docume
 training documents. A run that was killed goes on where it was when it is started again.
 """
 
-import hashlib
-import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import ml_collections
 
 from dataeff_jax import curriculum
-from experiments import builders, command_line
-
-KINDS = ("rows", "documents")
-
-
-class Samples(NamedTuple):
-    """What is analyzed: records by position, and what stands for them."""
-
-    records: Any
-    fingerprint: str
-    max_length: int  # of the longest, in tokens
-
-
-def samples(
-    config: ml_collections.ConfigDict, corpus: builders.Corpus, kind: str
-) -> Samples:
-    """The training rows or documents of a config.
-
-    Args:
-      config: the configuration.
-      corpus: what ``builders.corpus`` made of it.
-      kind: ``"rows"`` or ``"documents"``.
-    """
-    documents: Any = corpus.train.documents  # a subset of a cache
-    settings = config.data
-    # The documents' tokens and their choice and order, and how they are cut.
-    told = [documents.cache.fingerprint, hashlib.sha256(documents.indices).hexdigest()]
-    if kind == "documents":
-        records, max_length = documents, int(documents.lengths.max())
-    else:
-        records, max_length = corpus.train, settings.seq_len
-        told += [settings.seq_len, settings.segments]
-    fingerprint = hashlib.sha256(repr([kind, *told]).encode()).hexdigest()
-    return Samples(records, fingerprint, max_length)
-
-
-def _lexicographic(corpus: builders.Corpus, max_length: int) -> curriculum.Metric:
-    """Length, then rarity, with the power of ten that no rarity of theirs reaches."""
-    num_tokens = max(2, corpus.train.num_targets)
-    rarest = math.log(num_tokens + corpus.tokenizer.vocab_size)
-    bound = 10 ** len(str(math.ceil((max_length + 1) * rarest)))
-    return curriculum.Lexicographic(
-        curriculum.sequence_length(), _rarity(corpus, max_length), bound=bound
-    )
-
-
-def _rarity(corpus: builders.Corpus, max_length: int) -> curriculum.Metric:
-    return curriculum.vocabulary_rarity(vocab_size=corpus.tokenizer.vocab_size)
-
-
-METRICS: dict[str, Callable[[builders.Corpus, int], curriculum.Metric]] = {
-    "sequence_length": lambda corpus, max_length: curriculum.sequence_length(),
-    "vocabulary_rarity": _rarity,
-    "sequence_length_vocabulary_rarity": _lexicographic,
-}
+from experiments import command_line, corpora, difficulties
 
 
 def analyze(
@@ -87,7 +30,7 @@ def analyze(
 
     Args:
       config: the configuration.
-      metrics: names of ``METRICS``, different ones.
+      metrics: names of ``difficulties.METRICS``, different ones.
       directory: of the index.
       kind: ``"rows"`` or ``"documents"``.
       num_workers: processes; 0 computes in this one.
@@ -97,11 +40,11 @@ def analyze(
     Raises:
       ValueError: for a corpus or a directory that does not serve.
     """
-    corpus = builders.corpus(config)
-    chosen = samples(config, corpus, kind)
+    corpus = corpora.corpus(config)
+    chosen = difficulties.samples(config, corpus, kind)
     return curriculum.analyze(
         chosen.records,
-        [METRICS[name](corpus, chosen.max_length) for name in metrics],
+        [difficulties.METRICS[name](corpus, chosen.max_length) for name in metrics],
         directory,
         num_workers=num_workers,
         source_fingerprint=chosen.fingerprint,
@@ -144,12 +87,15 @@ def main(argv: list[str] | None = None) -> None:
         "--metric",
         action="append",
         required=True,
-        choices=list(METRICS),
+        choices=list(difficulties.METRICS),
         help="a difficulty; give the flag once for each",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="of the index")
     parser.add_argument(
-        "--of", choices=KINDS, default="rows", help="what a sample is (rows)"
+        "--of",
+        choices=difficulties.KINDS,
+        default="rows",
+        help="what a sample is (rows)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="processes (0)")
     parser.add_argument(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dataeff_jax import curriculum
-from experiments import analyze, builders, command_line, inspect, verify
+from experiments import analyze, command_line, corpora, inspect, verify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = "--config=configs/gpt_baseline.py:tiny"
@@ -72,7 +72,7 @@ def test_the_difficulties_are_those_of_numpy(folder, index):
 def training_rows(folder):
     parser = command_line.parser("test")
     config = command_line.parse(parser, list(data_flags(folder))).config
-    return builders.corpus(config).train
+    return corpora.corpus(config).train
 
 
 def test_the_same_command_again_changes_nothing(folder, index, capsys):
