@@ -11,6 +11,7 @@ import ast
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Callable
 
 import ml_collections
 
@@ -52,6 +53,17 @@ def parse(argument_parser: argparse.ArgumentParser, argv: list[str] | None = Non
         argument_parser.exit(2, f"{argument_parser.prog}: {error}\n")
     flags.config = config
     return flags
+
+
+def counter(what: str) -> Callable[[int, int], None]:
+    """Shows ``WHAT 3 of 7`` on one line of standard error, called with both numbers."""
+
+    def show(done: int, total: int) -> None:
+        print(f"\r{what} {done:,} of {total:,}", end="", file=sys.stderr)
+        if done == total:
+            print(file=sys.stderr)
+
+    return show
 
 
 def load_config(reference: str) -> ml_collections.ConfigDict:

@@ -1,6 +1,7 @@
 """From a configuration to its curriculum: what every step draws and feeds."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
@@ -52,25 +53,24 @@ def build(
     config: ml_collections.ConfigDict,
     corpus: corpora.Corpus,
     *,
-    index: curriculum.DifficultyIndex | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Curriculum:
     """What a config's steps draw and feed.
 
     Args:
       config: the configuration.
       corpus: what ``corpora.corpus`` made of it.
-      index: the difficulties, needed where the curriculum has metrics.
+      progress: called as ``progress(done, total)`` while the rows are analyzed.
 
     Raises:
-      ValueError: a schedule that does not serve, or more shapes than
-        ``config.train.max_shapes``.
+      ValueError: an index of other data, a schedule that does not serve, or more
+        shapes than ``config.train.max_shapes``.
     """
     settings = config.curriculum
     planned = timeline(config)
-    order, lengths = None, None
+    index, order, lengths = None, None, None
     if settings is not None and settings.metrics:
-        if index is None:
-            raise ValueError("curriculum.metrics need an index; pass one")
+        index = difficulties.index(config, corpus, progress=progress)
         order = curriculum.SampleOrder(
             index,
             _criteria(config, planned),
@@ -209,10 +209,10 @@ def _trim_problems(config, block) -> list[str]:
         )
     if config.train.num_tokens:
         found.append(f"{where}.mode='trim' needs train.num_steps, not num_tokens")
-    if "sequence_length" not in config.curriculum.metrics:
+    if not config.curriculum.metrics:
         found.append(
-            f"{where}.mode='trim' needs curriculum.metrics.sequence_length, which "
-            "tells how long rows are"
+            f"{where}.mode='trim' needs a metric that orders rows by their length, "
+            "such as curriculum.metrics.sequence_length"
         )
     return found
 

@@ -95,10 +95,12 @@ def index(
     Raises:
       ValueError: an index of other data or without one of the metrics.
     """
-    names = sorted(config.curriculum.metrics)
+    settings = config.curriculum
+    trims = settings.length is not None and settings.length.mode == "trim"
+    names = sorted({*settings.metrics, *(["sequence_length"] if trims else [])})
     chosen = samples(config, corpus, "rows")
-    if config.curriculum.index:
-        found = curriculum.DifficultyIndex(config.curriculum.index)
+    if settings.index:
+        found = curriculum.DifficultyIndex(settings.index)
         if found.manifest["source"] != chosen.fingerprint:
             raise ValueError(
                 f"curriculum.index={str(found.directory)!r} was made from other data "

@@ -15,7 +15,6 @@ import json
 import logging
 import pathlib
 import platform
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +32,6 @@ from experiments import (
     command_line,
     corpora,
     curricula,
-    difficulties,
     ngram_baselines,
 )
 
@@ -95,14 +93,14 @@ def set_up(
     workdir = pathlib.Path(workdir).absolute()
 
     # Data.
-    corpus = corpora.corpus(config, progress=_tokenizing)
+    corpus = corpora.corpus(
+        config, progress=command_line.counter("tokenized documents:")
+    )
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
     # A file may hold another text than when the run began.
     resolved["data"]["fingerprint"] = corpus.fingerprint
-    index = None
-    if config.curriculum is not None and config.curriculum.metrics:
-        index = difficulties.index(config, corpus, progress=_analyzing)
-    plan = curricula.build(config, corpus, index=index)
+    counter = command_line.counter("analyzed")
+    plan = curricula.build(config, corpus, progress=counter)
     if plan.order is not None:
         resolved["curriculum"]["fingerprint"] = plan.order.fingerprint
     distributed.check_agreement(
@@ -469,18 +467,6 @@ def _ngram_table(corpus: corpora.Corpus, records) -> str:
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def _analyzing(done: int, total: int) -> None:
-    print(f"\ranalyzed {done:,} of {total:,}", end="", file=sys.stderr)
-    if done == total:
-        print(file=sys.stderr)
-
-
-def _tokenizing(done: int, total: int) -> None:
-    print(f"\rtokenized {done:,} of {total:,} documents", end="", file=sys.stderr)
-    if done == total:
-        print(file=sys.stderr)
 
 
 def _write_files(workdir: pathlib.Path, resolved: dict, tokenizer) -> None:

@@ -24,9 +24,7 @@ def config_of(method="seqtru_voc", *overrides, devices=1):
 
 def planned(config):
     corpus = corpora.corpus(config)
-    metrics = config.curriculum.metrics
-    index = difficulties.index(config, corpus) if metrics else None
-    return corpus, curricula.build(config, corpus, index=index)
+    return corpus, curricula.build(config, corpus)
 
 
 def lines(workdir):
