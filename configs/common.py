@@ -32,6 +32,7 @@ def base() -> ml_collections.ConfigDict:
         # at seq_len or filled up.
         packed=True,
         validation_fraction=0.03,
+        split_seed=0,  # apart from `seed`, so that all seeds have one validation set
         num_workers=0,  # processes that prepare batches; 0: threads of this process
         # The share of tokens to predict, for BERT; 0 for a causal model.
         mask_rate=0.0,

@@ -36,7 +36,9 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
     directory = data.cache_directory(settings.cache_dir, source, tokenizer)
     cache = data.tokenize(source, tokenizer, directory, progress=progress)
     train, validation = data.split_documents(
-        cache, validation_fraction=settings.validation_fraction, seed=config.seed
+        cache,
+        validation_fraction=settings.validation_fraction,
+        seed=settings.split_seed,
     )
     rows = dict(length=settings.seq_len, segments=settings.segments)
     vocab_size, transform = tokenizer.vocab_size, None
