@@ -30,7 +30,7 @@ _MAX_SEGMENT = 2**29
 
 
 class Pool(NamedTuple):
-    """The clusters and when they come."""
+    """The clusters and when they come; cluster after cluster, the places 0 to N - 1."""
 
     starts: np.ndarray  # int64[K], the first step of each stage; starts[0] is 0
     sizes: np.ndarray  # int64[K], of the clusters, all positive
@@ -55,7 +55,31 @@ class _Cached:
         self.pool = pool
         self._start()
 
+    def draws(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the clusters and numbers of a step's draws, int64[B] each."""
+        raise NotImplementedError
+
+    def places(self, step: int) -> np.ndarray:
+        """Return the places of a step's draws, int64[B]."""
+        return self._located(*self.draws(step))
+
+    def _located(self, clusters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return the places of draws: each pass over a cluster has another order."""
+        grids = self._grids[clusters]
+        numbers = numbers.view(np.uint64)  # none is negative
+        passes = numbers // grids.lengths
+        inside = numbers - passes * grids.lengths
+        # Hashed, so that pass 1 of one cluster is not pass 0 of another.
+        keys = _permutation.mixed(self._keys[clusters] + passes)
+        return self._firsts[clusters] + _permutation.permuted(inside, grids, keys)
+
     def _start(self) -> None:
+        base = np.uint64(_permutation.key_of(self.pool.seed, 5))
+        clusters = np.arange(len(self.pool.sizes), dtype=np.uint64)
+        self._keys = _permutation.mixed(clusters + base)
+        self._grids = _permutation.grid(self.pool.sizes)
+        self._ends = np.cumsum(self.pool.sizes)
+        self._firsts = self._ends - self.pool.sizes
         self._lock = threading.RLock()
         self._states: list[Any] = [self._first_state()]  # at the starts of stages
         self._made = functools.lru_cache(maxsize=128)(self._make)
@@ -87,11 +111,13 @@ class _Cached:
 
     def _shuffled(self, size: int, *numbers: int) -> np.ndarray:
         """Return a random order of ``range(size)``; numbers and seed decide it."""
-        bits = np.random.Philox(np.random.SeedSequence([self.pool.seed, *numbers]))
-        # The position in the low bits: sorting is ten times as fast as argsort.
+        key = np.uint64(_permutation.key_of(self.pool.seed, *numbers))
+        places = np.arange(size, dtype=np.uint64)
+        # The place in the low bits: sorting is ten times as fast as argsort.
         low = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
-        tagged = (bits.random_raw(size) & ~low) | np.arange(size, dtype=np.uint64)
-        return (np.sort(tagged) & low).astype(np.int64)
+        tagged = (_permutation.mixed(places + key) & ~low) | places
+        tagged.sort()
+        return (tagged & low).astype(np.int64)
 
 
 def _dealt(
@@ -123,7 +149,7 @@ class Stratified(_Cached):
     def _shape(self, stage: int) -> tuple[float, int | None]:
         """Return passes over the pool in a block, and the number of blocks."""
         steps = self.pool.num_steps(stage)
-        pool_size = int(self.pool.sizes[: stage + 1].sum())
+        pool_size = int(self._ends[stage])
         block = max(_BLOCK, 4 * (stage + 1))
         if steps is None:
             return block / pool_size, None
@@ -159,19 +185,19 @@ class Stratified(_Cached):
         debt = state[1] + wanted - drawn
         return np.append(state[0] + drawn, 0), np.append(debt, 0.0)
 
-    def _make(self, *which: int) -> tuple[int, np.ndarray, np.ndarray]:
-        """Return a block: its first draw, and clusters and numbers of its draws."""
+    def _make(self, *which: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """Return a block: its first draw; clusters, numbers and places of its draws."""
         stage, block = which
         before = self._counts(stage, block)
         counts = self._counts(stage, block + 1) - before
         order = self._shuffled(int(counts.sum()), 1, stage, block)
         dealt = _dealt(self._state(stage)[0] + before, counts, order)
-        return int(before.sum()), *dealt
+        return int(before.sum()), *dealt, self._located(*dealt)
 
     def _block_of(self, stage: int, draw: int) -> int:
         """Return the block of a stage that holds a draw."""
         passes, num_blocks = self._shape(stage)
-        pool_size = int(self.pool.sizes[: stage + 1].sum())
+        pool_size = int(self._ends[stage])
         block = int(draw / (passes * pool_size))  # right up to rounding
         if num_blocks is not None:
             block = min(block, num_blocks - 1)
@@ -183,6 +209,15 @@ class Stratified(_Cached):
 
     def draws(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the clusters and numbers of a step's draws, int64[B] each."""
+        clusters, numbers, _ = self._columns(step)
+        return clusters, numbers
+
+    def places(self, step: int) -> np.ndarray:
+        """Return the places of a step's draws, int64[B]."""
+        return self._columns(step)[-1]
+
+    def _columns(self, step: int) -> list[np.ndarray]:
+        """Return the clusters, numbers and places of a step, from its blocks."""
         stage, size = self.pool.stage(step), self.pool.batch_size
         draw = (step - int(self.pool.starts[stage])) * size
         end, found = draw + size, []
@@ -192,8 +227,9 @@ class Stratified(_Cached):
             found.append([column[draw - start : end - start] for column in columns])
             draw = start + len(columns[0])
             block += 1
-        clusters, numbers = zip(*found, strict=True)
-        return np.concatenate(clusters), np.concatenate(numbers)
+        if len(found) == 1:
+            return found[0]
+        return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
 
 def _with_sum(

@@ -2,12 +2,16 @@
 
 References:
   Black, Rogaway, "Ciphers with arbitrary finite domains", 2002 (the Feistel network
-  over a product of two ranges, and walking until the result lies inside)
+  over a product of two ranges, here the rows and columns of a grid, and walking until
+  the result lies inside)
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-_ROUNDS = 3  # each shifts both halves
+_ROUNDS = 3  # each shifts rows and columns
+_FEWER_ROWS = np.arange(64, dtype=np.uint64)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
@@ -24,34 +28,72 @@ def key_of(*numbers: int) -> int:
     return int(state[0])
 
 
-def permuted(indices: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> np.ndarray:
+class Grid(NamedTuple):
+    """Ranges laid out as grids that are a few cells larger; arrays of one shape."""
+
+    lengths: np.ndarray  # uint64, of the ranges
+    rows: np.ndarray  # uint64
+    columns: np.ndarray  # uint64, rows * columns >= lengths
+
+    def __getitem__(self, places) -> "Grid":
+        return Grid(self.lengths[places], self.rows[places], self.columns[places])
+
+
+def grid(lengths: np.ndarray) -> Grid:
+    """Return nearly square grids for ``range(length)``, lengths [n] up to 2^52.
+
+    Of some shapes the one with the fewest cells too many, because each of them makes
+    somebody walk.
+    """
+    lengths = np.asarray(lengths, np.uint64)[:, None]
+    square = np.ceil(np.sqrt(lengths.astype(np.float64))).astype(np.uint64)
+    rows = square - np.minimum(square // np.uint64(4), _FEWER_ROWS)
+    columns = (lengths + rows - np.uint64(1)) // rows
+    best = np.arange(len(rows)), np.argmin(rows * columns, axis=1)
+    return Grid(lengths[:, 0], rows[best], columns[best])
+
+
+def permuted(indices: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
     """Return where keyed permutations of ``range(length)`` send indices, int64[n].
 
     Args:
-      indices: int64[n], index i in ``range(lengths[i])``.
-      lengths: int64[n], at most 2^52.
-      keys: uint64[n]; one permutation for each (length, key).
+      indices: uint64[n], index i in ``range(grids.lengths[i])``.
+      grids: those of the ranges, [n].
+      keys: uint64[n], well mixed; one permutation for each (length, key).
     """
-    lengths = np.asarray(lengths, np.uint64)
-    left = np.ceil(np.sqrt(lengths.astype(np.float64))).astype(np.uint64)
-    right = (lengths + left - np.uint64(1)) // left
-    result = _network(np.asarray(indices, np.uint64), left, right, keys)
-    # The domain left * right is hardly larger than the range: few walk, and not long.
-    outside = np.flatnonzero(result >= lengths)
+    result = _network(indices, grids, keys)
+    outside = np.flatnonzero(result >= grids.lengths)
     while len(outside):
-        walked = _network(result[outside], left[outside], right[outside], keys[outside])
+        there = grids[outside]
+        walked = _network(result[outside], there, keys[outside])
         result[outside] = walked
-        outside = outside[walked >= lengths[outside]]
-    return result.astype(np.int64)
+        outside = outside[walked >= there.lengths]
+    return result.view(np.int64)
 
 
-def _network(
-    values: np.ndarray, left: np.ndarray, right: np.ndarray, keys: np.ndarray
-) -> np.ndarray:
-    """Permute ``range(left * right)``: each half in turn is shifted by the other."""
-    high, low = values // right, values % right
+def _network(values: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
+    """Permute the cells of a grid: row and column in turn are shifted by the other."""
+    row = values // grids.columns
+    column = values - row * grids.columns
     for number in range(_ROUNDS):
         salt = keys + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        high = (high + mixed(low + salt) % left) % left
-        low = (low + mixed(high ^ ~salt) % right) % right
-    return high * right + low
+        row = _shifted(row, grids.rows, column + salt)
+        column = _shifted(column, grids.columns, row ^ ~salt)
+    return row * grids.columns + column
+
+
+def _shifted(values: np.ndarray, lengths: np.ndarray, by: np.ndarray) -> np.ndarray:
+    """Shift values around in ``range(length)`` by a hash of ``by``, which is used up.
+
+    Neither the hash nor the shift divides, which takes longer than all the rest: the
+    hash's upper 32 bits are scaled, and of a sum below twice the length, and that less
+    the length, the one in the range is the smaller, as unsigned numbers wrap around.
+    """
+    by *= np.uint64(0xBF58476D1CE4E5B9)
+    by ^= by >> np.uint64(32)
+    by *= np.uint64(0x94D049BB133111EB)
+    by >>= np.uint64(32)
+    by *= lengths
+    by >>= np.uint64(32)
+    by += values
+    return np.minimum(by, by - lengths)

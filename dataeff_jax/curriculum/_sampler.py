@@ -16,7 +16,6 @@ from dataeff_jax.curriculum import (
     _draws,
     _eligibility,
     _index,
-    _permutation,
     _plan,
 )
 
@@ -112,17 +111,16 @@ class SampleOrder:
         pool = _draws.Pool(starts, sizes, batch_size, seed)
         self._pool, self._draws = pool, _DRAWS[draw](pool)
         self._settings = (index, pool, draw)
-        base = np.uint64(_permutation.key_of(seed, 5))
-        clusters = np.arange(len(sizes), dtype=np.uint64)
-        self._keys = _permutation.mixed(clusters + base)
         self._start()
 
     def _start(self) -> None:
         self._batch = functools.lru_cache(maxsize=32)(self._make)
+        self._samples = np.asarray(self._order)  # indexed faster than a memmap
 
     def __getstate__(self) -> dict[str, Any]:
         # The order is mapped again where the object arrives.
-        state = {k: v for k, v in self.__dict__.items() if k != "_batch"}
+        left_out = ("_batch", "_samples")
+        state = {k: v for k, v in self.__dict__.items() if k not in left_out}
         return {**state, "_order": _Mapped.of(self._order)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,17 +155,7 @@ class SampleOrder:
         return f"SampleOrder({self.fingerprint[:16]})"
 
     def _make(self, step: int) -> np.ndarray:
-        if isinstance(self._draws, _draws.Iid):
-            places = self._draws.places(step)
-        else:
-            clusters, numbers = self._draws.draws(step)
-            sizes = self._pool.sizes[clusters]
-            passes, inside = np.divmod(numbers, sizes)
-            # Hashed, so that pass 1 of one cluster is not pass 0 of another.
-            keys = _permutation.mixed(self._keys[clusters] + passes.astype(np.uint64))
-            inside = _permutation.permuted(inside, sizes, keys)
-            places = self._ends[clusters] - sizes + inside
-        samples = self._order[places].astype(np.int64)
+        samples = self._samples.take(self._draws.places(step)).astype(np.int64)
         samples.flags.writeable = False  # it is cached
         return samples
 

@@ -55,15 +55,15 @@ def two():
 # Permutations
 
 
+def permuted(indices, lengths, keys):
+    parts = np.broadcast_arrays(*(np.atleast_1d(x) for x in (indices, lengths, keys)))
+    indices, lengths, keys = (part.astype(np.uint64) for part in parts)
+    return _permutation.permuted(indices, _permutation.grid(lengths), keys)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 10, 97, 1024, 1025, 5000])
 def test_a_keyed_permutation_is_one_and_depends_on_its_key(length):
-    lengths = np.full(length, length)
-    found = [
-        _permutation.permuted(
-            np.arange(length), lengths, np.full(length, key, np.uint64)
-        )
-        for key in (1, 2)
-    ]
+    found = [permuted(np.arange(length), length, key) for key in (1, 2)]
     for places in found:
         assert sorted(places.tolist()) == list(range(length))
     if length >= 10:
@@ -74,12 +74,9 @@ def test_many_permutations_at_once_are_those_one_by_one():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 10**12, 200)
     indices, keys = lengths // 3, rng.integers(0, 2**63, 200).astype(np.uint64)
-    together = _permutation.permuted(indices, lengths, keys)
+    together = permuted(indices, lengths, keys)
     alone = [
-        _permutation.permuted(
-            *(part[i : i + 1] for part in (indices, lengths, keys))
-        ).item()
-        for i in range(200)
+        permuted(*part).item() for part in zip(indices, lengths, keys, strict=True)
     ]
     assert together.tolist() == alone
     assert (together < lengths).all()
@@ -89,9 +86,7 @@ def test_many_permutations_at_once_are_those_one_by_one():
 def test_each_place_is_as_likely_as_another(length):
     keys = _permutation.mixed(np.arange(20_000).astype(np.uint64))
     for place in (0, length - 1):
-        found = _permutation.permuted(
-            np.full(20_000, place), np.full(20_000, length), keys
-        )
+        found = permuted(place, length, keys)
         counts = np.bincount(found, minlength=length)
         share = 1 / length
         sigma = np.sqrt(20_000 * share * (1 - share))
