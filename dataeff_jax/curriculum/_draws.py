@@ -59,19 +59,24 @@ class _Cached:
         """Return the clusters and numbers of a step's draws, int64[B] each."""
         raise NotImplementedError
 
-    def places(self, step: int) -> np.ndarray:
-        """Return the places of a step's draws, int64[B]."""
-        return self._located(*self.draws(step))
+    def places(self, steps: range) -> np.ndarray:
+        """Return the places of the draws of some steps, int64[steps, B].
+
+        Located together they cost less: arrays of a batch are short for NumPy.
+        """
+        parts = zip(*map(self.draws, steps), strict=True)
+        clusters, numbers = (np.concatenate(part) for part in parts)
+        return self._located(clusters, numbers).reshape(len(steps), -1)
 
     def _located(self, clusters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return the places of draws: each pass over a cluster has another order."""
-        grids = self._grids[clusters]
+        grids = self._grids.take(clusters)
         numbers = numbers.view(np.uint64)  # none is negative
         passes = numbers // grids.lengths
         inside = numbers - passes * grids.lengths
         # Hashed, so that pass 1 of one cluster is not pass 0 of another.
-        keys = _permutation.mixed(self._keys[clusters] + passes)
-        return self._firsts[clusters] + _permutation.permuted(inside, grids, keys)
+        keys = _permutation.mixed(self._keys.take(clusters) + passes)
+        return self._firsts.take(clusters) + _permutation.permuted(inside, grids, keys)
 
     def _start(self) -> None:
         base = np.uint64(_permutation.key_of(self.pool.seed, 5))
@@ -131,7 +136,7 @@ def _dealt(
     clusters = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
     first = np.repeat(before - (np.cumsum(counts) - counts), counts)
     numbers = np.empty(len(clusters), np.int64)
-    shuffled = clusters[order]
+    shuffled = clusters.take(order)
     numbers[np.argsort(shuffled, kind="stable")] = first + np.arange(len(clusters))
     return shuffled.astype(np.int64), numbers
 
@@ -142,6 +147,10 @@ class Stratified(_Cached):
     The state of a stage is what each cluster has had, and what it should have had
     beyond that: n_c * draws / E added up over the stages, a number around 0.
     """
+
+    def _start(self) -> None:
+        super()._start()
+        self._counted = functools.lru_cache(maxsize=8)(self._counts)
 
     def _first_state(self) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(1, np.int64), np.zeros(1)
@@ -180,19 +189,19 @@ class Stratified(_Cached):
 
     def _next_state(self, stage: int, state: tuple) -> tuple[np.ndarray, np.ndarray]:
         passes, num_blocks = self._shape(stage)
-        drawn = self._counts(stage, num_blocks or 0)
+        drawn = self._counted(stage, num_blocks or 0)
         wanted = self.pool.sizes[: stage + 1] * (passes * (num_blocks or 0))
         debt = state[1] + wanted - drawn
         return np.append(state[0] + drawn, 0), np.append(debt, 0.0)
 
-    def _make(self, *which: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """Return a block: its first draw; clusters, numbers and places of its draws."""
+    def _make(self, *which: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Return a block: its first draw, and clusters and numbers of its draws."""
         stage, block = which
-        before = self._counts(stage, block)
-        counts = self._counts(stage, block + 1) - before
+        before = self._counted(stage, block)
+        counts = self._counted(stage, block + 1) - before
         order = self._shuffled(int(counts.sum()), 1, stage, block)
         dealt = _dealt(self._state(stage)[0] + before, counts, order)
-        return int(before.sum()), *dealt, self._located(*dealt)
+        return int(before.sum()), *dealt
 
     def _block_of(self, stage: int, draw: int) -> int:
         """Return the block of a stage that holds a draw."""
@@ -209,15 +218,6 @@ class Stratified(_Cached):
 
     def draws(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the clusters and numbers of a step's draws, int64[B] each."""
-        clusters, numbers, _ = self._columns(step)
-        return clusters, numbers
-
-    def places(self, step: int) -> np.ndarray:
-        """Return the places of a step's draws, int64[B]."""
-        return self._columns(step)[-1]
-
-    def _columns(self, step: int) -> list[np.ndarray]:
-        """Return the clusters, numbers and places of a step, from its blocks."""
         stage, size = self.pool.stage(step), self.pool.batch_size
         draw = (step - int(self.pool.starts[stage])) * size
         end, found = draw + size, []
@@ -227,9 +227,8 @@ class Stratified(_Cached):
             found.append([column[draw - start : end - start] for column in columns])
             draw = start + len(columns[0])
             block += 1
-        if len(found) == 1:
-            return found[0]
-        return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        clusters, numbers = zip(*found, strict=True)
+        return np.concatenate(clusters), np.concatenate(numbers)
 
 
 def _with_sum(
@@ -325,12 +324,15 @@ class Iid:
     """Every draw is of the whole pool, with replacement; for comparison."""
 
     def __init__(self, pool: Pool):
-        self.pool = pool
+        self.pool, self._ends = pool, np.cumsum(pool.sizes)
 
-    def places(self, step: int) -> np.ndarray:
-        """Return the draws' places in the pool's order, int64[B]."""
+    def places(self, steps: range) -> np.ndarray:
+        """Return the places of the draws of some steps, int64[steps, B]."""
+        return np.stack([self._places(step) for step in steps])
+
+    def _places(self, step: int) -> np.ndarray:
         stage, size = self.pool.stage(step), self.pool.batch_size
-        pool_size = np.uint64(self.pool.sizes[: stage + 1].sum())
+        pool_size = np.uint64(self._ends[stage])
         draws = np.arange(step * size, (step + 1) * size).astype(np.uint64)
         key = np.uint64(_permutation.key_of(self.pool.seed, 2))
         return (_permutation.mixed(_permutation.mixed(draws) + key) % pool_size).astype(

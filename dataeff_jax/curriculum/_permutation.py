@@ -10,16 +10,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-_ROUNDS = 3  # each shifts rows and columns
+# Any odd numbers with mixed bits; each round shifts rows and columns.
+_ROUNDS = (
+    (0xBF58476D1CE4E5B9, 0x9E3779B97F4A7C15),
+    (0xD6E8FEB86659FD93, 0xA24BAED4963EE407),
+    (0x9FB21C651E98DF25, 0xC2B2AE3D27D4EB4F),
+)
 _FEWER_ROWS = np.arange(64, dtype=np.uint64)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
     """Return well-mixed uint64 of uint64 (the finisher of splitmix64)."""
-    x = np.asarray(values, np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = np.array(values, np.uint64)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def key_of(*numbers: int) -> int:
@@ -35,8 +43,9 @@ class Grid(NamedTuple):
     rows: np.ndarray  # uint64
     columns: np.ndarray  # uint64, rows * columns >= lengths
 
-    def __getitem__(self, places) -> "Grid":
-        return Grid(self.lengths[places], self.rows[places], self.columns[places])
+    def take(self, places: np.ndarray) -> "Grid":
+        """Return those at some places."""
+        return Grid(*(part.take(places) for part in self))
 
 
 def grid(lengths: np.ndarray) -> Grid:
@@ -64,7 +73,7 @@ def permuted(indices: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
     result = _network(indices, grids, keys)
     outside = np.flatnonzero(result >= grids.lengths)
     while len(outside):
-        there = grids[outside]
+        there = grids.take(outside)
         walked = _network(result[outside], there, keys[outside])
         result[outside] = walked
         outside = outside[walked >= there.lengths]
@@ -75,21 +84,22 @@ def _network(values: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
     """Permute the cells of a grid: row and column in turn are shifted by the other."""
     row = values // grids.columns
     column = values - row * grids.columns
-    for number in range(_ROUNDS):
-        salt = keys + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        row = _shifted(row, grids.rows, column + salt)
-        column = _shifted(column, grids.columns, row ^ ~salt)
+    for first, second in _ROUNDS:
+        row = _shifted(row, grids.rows, column + keys, first)
+        column = _shifted(column, grids.columns, row + keys, second)
     return row * grids.columns + column
 
 
-def _shifted(values: np.ndarray, lengths: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _shifted(
+    values: np.ndarray, lengths: np.ndarray, by: np.ndarray, odd: int
+) -> np.ndarray:
     """Shift values around in ``range(length)`` by a hash of ``by``, which is used up.
 
     Neither the hash nor the shift divides, which takes longer than all the rest: the
     hash's upper 32 bits are scaled, and of a sum below twice the length, and that less
     the length, the one in the range is the smaller, as unsigned numbers wrap around.
     """
-    by *= np.uint64(0xBF58476D1CE4E5B9)
+    by *= np.uint64(odd)
     by ^= by >> np.uint64(32)
     by *= np.uint64(0x94D049BB133111EB)
     by >>= np.uint64(32)

@@ -130,7 +130,7 @@ def test_any_step_is_found_at_once(kind):
 
     def get(draws, step):
         if kind is _draws.Iid:
-            return draws.places(step).tolist()
+            return draws.places(range(step, step + 1)).tolist()
         return [part.tolist() for part in draws.draws(step)]
 
     draws = kind(pool)
@@ -181,6 +181,14 @@ def test_parity_counts_have_the_multinomial_law(segment, monkeypatch):
     for part in range(3):
         left, right = pairs[:, :-1, part].ravel(), pairs[:, 1:, part].ravel()
         assert abs(np.corrcoef(left, right)[0, 1]) < 5 / np.sqrt(len(left))
+
+
+@pytest.mark.parametrize("kind", [_draws.Stratified, _draws.Parity, _draws.Iid])
+def test_steps_together_are_those_one_by_one(kind):
+    draws = kind(make_pool(np.random.default_rng(2), 6, 8))
+    together = draws.places(range(3, 40))
+    alone = [draws.places(range(step, step + 1))[0] for step in range(3, 40)]
+    np.testing.assert_array_equal(together, alone)
 
 
 # The order
