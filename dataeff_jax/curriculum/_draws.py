@@ -25,6 +25,10 @@ from dataeff_jax.curriculum import _permutation
 # no longer than about a block for its share of draws.
 _BLOCK = 4096
 
+# Places of so many draws are found at once, which costs less for each, but of so few
+# steps, as one that is asked for alone waits for all of them.
+_GROUP_DRAWS, _GROUP_STEPS = 4096, 8
+
 # NumPy draws hypergeometric numbers from fewer than 10^9.
 _MAX_SEGMENT = 2**29
 
@@ -59,14 +63,18 @@ class _Cached:
         """Return the clusters and numbers of a step's draws, int64[B] each."""
         raise NotImplementedError
 
-    def places(self, steps: range) -> np.ndarray:
-        """Return the places of the draws of some steps, int64[steps, B].
+    def places(self, step: int) -> np.ndarray:
+        """Return the places of a step's draws, int64[B]."""
+        group, place = divmod(step, self._group_steps)
+        return self._grouped(group)[place]
 
-        Located together they cost less: arrays of a batch are short for NumPy.
-        """
-        parts = zip(*map(self.draws, steps), strict=True)
-        clusters, numbers = (np.concatenate(part) for part in parts)
-        return self._located(clusters, numbers).reshape(len(steps), -1)
+    def _group(self, group: int) -> np.ndarray:
+        """Return the places of some consecutive steps, int64[steps, B]."""
+        first = group * self._group_steps
+        steps = range(first, first + self._group_steps)
+        clusters, numbers = zip(*map(self.draws, steps), strict=True)
+        places = self._located(np.concatenate(clusters), np.concatenate(numbers))
+        return places.reshape(len(steps), -1)
 
     def _located(self, clusters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """Return the places of draws: each pass over a cluster has another order."""
@@ -76,12 +84,15 @@ class _Cached:
         inside = numbers - passes * grids.lengths
         # Hashed, so that pass 1 of one cluster is not pass 0 of another.
         keys = _permutation.mixed(self._keys.take(clusters) + passes)
-        return self._firsts.take(clusters) + _permutation.permuted(inside, grids, keys)
+        return self._firsts.take(clusters) + _permutation.walked(inside, grids, keys)
 
     def _start(self) -> None:
         base = np.uint64(_permutation.key_of(self.pool.seed, 5))
         clusters = np.arange(len(self.pool.sizes), dtype=np.uint64)
         self._keys = _permutation.mixed(clusters + base)
+        size = self.pool.batch_size
+        self._group_steps = min(max(_GROUP_DRAWS // size, 1), _GROUP_STEPS)
+        self._grouped = functools.lru_cache(maxsize=16)(self._group)
         self._grids = _permutation.grid(self.pool.sizes)
         self._ends = np.cumsum(self.pool.sizes)
         self._firsts = self._ends - self.pool.sizes
@@ -326,11 +337,8 @@ class Iid:
     def __init__(self, pool: Pool):
         self.pool, self._ends = pool, np.cumsum(pool.sizes)
 
-    def places(self, steps: range) -> np.ndarray:
-        """Return the places of the draws of some steps, int64[steps, B]."""
-        return np.stack([self._places(step) for step in steps])
-
-    def _places(self, step: int) -> np.ndarray:
+    def places(self, step: int) -> np.ndarray:
+        """Return the draws' places in the pool's order, int64[B]."""
         stage, size = self.pool.stage(step), self.pool.batch_size
         pool_size = np.uint64(self._ends[stage])
         draws = np.arange(step * size, (step + 1) * size).astype(np.uint64)

@@ -62,21 +62,27 @@ def grid(lengths: np.ndarray) -> Grid:
     return Grid(lengths[:, 0], rows[best], columns[best])
 
 
-def permuted(indices: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
+def permuted(indices: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Return where keyed permutations of ``range(length)`` send indices, int64[n].
 
     Args:
-      indices: uint64[n], index i in ``range(grids.lengths[i])``.
-      grids: those of the ranges, [n].
+      indices: int[n], index i in ``range(lengths[i])``.
+      lengths: int[n], at most 2^52.
       keys: uint64[n], well mixed; one permutation for each (length, key).
     """
+    different, which = np.unique(lengths, return_inverse=True)
+    return walked(np.asarray(indices, np.uint64), grid(different).take(which), keys)
+
+
+def walked(indices: np.ndarray, grids: Grid, keys: np.ndarray) -> np.ndarray:
+    """Return what :func:`permuted` does, for grids that are known, uint64 indices."""
     result = _network(indices, grids, keys)
     outside = np.flatnonzero(result >= grids.lengths)
     while len(outside):
         there = grids.take(outside)
-        walked = _network(result[outside], there, keys[outside])
-        result[outside] = walked
-        outside = outside[walked >= there.lengths]
+        again = _network(result[outside], there, keys[outside])
+        result[outside] = again
+        outside = outside[again >= there.lengths]
     return result.view(np.int64)
 
 

@@ -12,12 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dataeff_jax.curriculum import (
-    _draws,
-    _eligibility,
-    _index,
-    _plan,
-)
+from dataeff_jax.curriculum import _draws, _eligibility, _index, _plan
 
 Draw = Literal["stratified", "parity", "iid"]
 _DRAWS = {
@@ -28,10 +23,6 @@ _DRAWS = {
 
 
 _VERSION = 2  # of the draws: it rises when the same settings give other samples
-
-# So many draws are made at once, which costs less for each, but of so few steps, as one
-# that is asked for alone waits for all of them.
-_GROUP_DRAWS, _GROUP_STEPS = 4096, 8
 
 
 class SampleOrder:
@@ -118,17 +109,14 @@ class SampleOrder:
         pool = _draws.Pool(starts, sizes, batch_size, seed)
         self._pool, self._draws = pool, _DRAWS[draw](pool)
         self._settings = (index, pool, draw)
-        self._group_steps = min(max(_GROUP_DRAWS // batch_size, 1), _GROUP_STEPS)
         self._start()
 
     def _start(self) -> None:
-        self._group = functools.lru_cache(maxsize=16)(self._make)
-        self._samples = np.asarray(self._order)  # indexed faster than a memmap
+        self._batch = functools.lru_cache(maxsize=32)(self._make)
 
     def __getstate__(self) -> dict[str, Any]:
         # The order is mapped again where the object arrives.
-        left_out = ("_group", "_samples")
-        state = {k: v for k, v in self.__dict__.items() if k not in left_out}
+        state = {k: v for k, v in self.__dict__.items() if k != "_batch"}
         return {**state, "_order": _Mapped.of(self._order)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,8 +128,7 @@ class SampleOrder:
         """Return the samples of a step's global batch, int64[B]; read-only."""
         if step < 0:
             raise IndexError(f"step={step} must not be negative.")
-        group, place = divmod(int(step), self._group_steps)
-        return self._group(group)[place]
+        return self._batch(int(step))
 
     def difficulties(self, step: int) -> dict[str, Any]:
         """Return the schedules' difficulties at a step, by metric."""
@@ -164,10 +151,9 @@ class SampleOrder:
     def __repr__(self) -> str:
         return f"SampleOrder({self.fingerprint[:16]})"
 
-    def _make(self, group: int) -> np.ndarray:
-        """Return the samples of consecutive steps, int64[steps, B]."""
-        steps = range(group * self._group_steps, (group + 1) * self._group_steps)
-        samples = self._samples.take(self._draws.places(steps)).astype(np.int64)
+    def _make(self, step: int) -> np.ndarray:
+        order = np.asarray(self._order)  # indexed faster than a memmap
+        samples = order.take(self._draws.places(step)).astype(np.int64)
         samples.flags.writeable = False  # it is cached
         return samples
 
