@@ -144,10 +144,8 @@ def resume(directory: pathlib.Path, request: dict) -> list[str]:
 def resumed(directory: pathlib.Path, request: dict) -> list[str]:
     """What the new process does: the state tells the step and the order."""
     np.random.random(50)  # must not matter
-    state, order = json.loads(request["state"]), make_order(directory)
-    if order.fingerprint != state["order"]:
-        raise ValueError("The order is another one than that of the state.")
-    start = state["step"]
+    order = make_order(directory)
+    start = order.resume(json.loads(request["state"]))
     stop = start + request["batches"]
     return read(order, start=start, stop=stop, **request["layout"])
 
@@ -167,7 +165,7 @@ def run(stops: int, *, batches: int = 1000, seed: int = 0, report=print) -> dict
             before = layout(random_)
             after = other_layout(random_, before)
             first = read(order, start=0, stop=stop, **before)
-            state = json.dumps({"step": stop, "order": order.fingerprint})
+            state = json.dumps(order.state(stop))
             there = files(directory)
             request = {"state": state, "batches": batches, "layout": after}
             found = resume(directory, request)

@@ -148,6 +148,37 @@ class SampleOrder:
         told += [pool.batch_size, pool.seed, repr(self.stages.difficulties)]
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps when the steps before ``step`` are drawn.
+
+        Two values that JSON holds: the step, and a fingerprint of all that decided the
+        samples so far.
+        """
+        return {"step": int(step), "order": self._fingerprint_before(step)}
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Return the step to go on at, from what ``state`` gave.
+
+        Raises:
+          ValueError: a state of another order: index, schedules, seed, batch size or
+            draws differ.
+        """
+        if missing := [key for key in ("step", "order") if key not in state]:
+            raise ValueError(f"The state lacks {missing}; it has {sorted(state)}.")
+        step, found = int(state["step"]), self._fingerprint_before(int(state["step"]))
+        if found != state["order"]:
+            raise ValueError(
+                f"Up to step {step} the samples came from another order, "
+                f"{state['order'][:16]}, than this, {found[:16]}: index, criteria, "
+                f"seed, batch size, draws or phases differ. Go on with those of the "
+                f"run, or begin a new one."
+            )
+        return step
+
+    def _fingerprint_before(self, step: int) -> str:
+        """Return the fingerprint of what decides the samples before a step."""
+        return self.fingerprint
+
     def __repr__(self) -> str:
         return f"SampleOrder({self.fingerprint[:16]})"
 
