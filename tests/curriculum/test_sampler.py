@@ -183,6 +183,13 @@ def test_parity_counts_have_the_multinomial_law(segment, monkeypatch):
         assert abs(np.corrcoef(left, right)[0, 1]) < 5 / np.sqrt(len(left))
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 39, 40, 50])
+def test_the_smallest_are_those_of_a_stable_sort(count):
+    values = np.random.default_rng(count).integers(0, 6, 40).astype(float)
+    want = np.argsort(values, kind="stable")[:count]
+    assert sorted(_draws._smallest(values, count)) == sorted(want)
+
+
 @pytest.mark.parametrize("kind", [_draws.Stratified, _draws.Parity])
 @pytest.mark.parametrize("batch_size", [8, 1000, 5000])
 def test_steps_together_are_those_one_by_one(kind, batch_size):
