@@ -86,9 +86,14 @@ def read(order, *, start: int, stop: int, hosts: int, workers: int) -> list[str]
             num_workers=workers,
             buffer_size=16,
         )
-        parts.append([next(iterator) for _ in range(start, stop)])
+        # Copied: arrays of worker processes hold shared memory, and open files.
+        parts.append([copied(next(iterator)) for _ in range(start, stop)])
         iterator.close()
     return [digest(of_hosts) for of_hosts in zip(*parts, strict=True)]
+
+
+def copied(batch: dict) -> dict:
+    return {name: np.array(batch[name]) for name in (*FIELDS, "tokens")}
 
 
 def digest(parts: tuple[dict, ...]) -> str:
