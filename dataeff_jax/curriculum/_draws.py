@@ -23,7 +23,7 @@ from dataeff_jax.curriculum import _permutation
 
 # Draws in a block of the stratified order: it is cheap to shuffle, and a sample waits
 # no longer than about a block for its share of draws.
-_BLOCK = 4096
+_BLOCK = 8192
 
 # Places of so many draws are found at once, which costs less for each, but of so few
 # steps, as one that is asked for alone waits for all of them.
@@ -82,8 +82,8 @@ class _Cached:
         numbers = numbers.view(np.uint64)  # none is negative
         passes = numbers // grids.lengths
         inside = numbers - passes * grids.lengths
-        # Hashed, so that pass 1 of one cluster is not pass 0 of another.
-        keys = _permutation.mixed(self._keys.take(clusters) + passes)
+        # Far apart, so that pass 1 of one cluster is not pass 0 of another.
+        keys = self._keys.take(clusters) + passes * np.uint64(0xD1342543DE82EF95)
         return self._firsts.take(clusters) + _permutation.walked(inside, grids, keys)
 
     def _start(self) -> None:
