@@ -21,9 +21,11 @@ help:
 	@echo "make lint       ruff and pyrefly"
 	@echo "make docs       build the pages, notebooks executed, into docs/_build"
 	@echo "make plan       what GPT-3 1.3B needs on 64 H200s, compiled without a GPU"
-	@echo "make verify     the long repeats: kills, device counts (into docs/results)"
+	@echo "make verify     the long repeats: kills, device counts, resumed sampling"
+	@echo "                (into docs/results)"
 	@echo "make benchmark  speed, with nothing else running (into docs/results);"
-	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it"
+	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it,"
+	@echo "                DEEPSPEED_PYTHON=PATH/bin/python DeepSpeed's sampler"
 	@echo "make clean      remove the environments, caches and runs"
 
 $(VENV)/bin/python:
@@ -79,6 +81,8 @@ verify: $(VENV)/.dev
 	$(PY) -m benchmarks.interruptions --kills=20 \
 	  --output=docs/results/interruptions.json
 	$(PY) -m benchmarks.device_counts --output=docs/results/device_counts.json
+	$(PY) -m benchmarks.sampling_resume --stops=50 \
+	  --output=docs/results/sampling_resume.json
 
 benchmark: $(VENV)/.dev
 	$(PY) benchmarks/train_step.py --pieces --compile \
@@ -87,6 +91,9 @@ benchmark: $(VENV)/.dev
 	GLIBC_TUNABLES=$(MALLOC) $(PY) -m benchmarks.training_loop \
 	  --output=docs/results/training_loop.json
 	$(PY) benchmarks/compile_time.py > docs/results/compile_time.json
+	$(PY) -m benchmarks.sampler --sizes 100000 100000000 \
+	  $(if $(DEEPSPEED_PYTHON),--peer_python=$(DEEPSPEED_PYTHON)) \
+	  --output=docs/results/sampler.json
 
 clean:
 	rm -rf $(VENV) .venv-plan .cache runs docs/_build

@@ -20,6 +20,7 @@ from dataeff_jax.curriculum._index import DifficultyIndex
 from dataeff_jax.curriculum._length import reshape, segment, truncate
 from dataeff_jax.curriculum._length_batches import LengthCurriculum, Trimming
 from dataeff_jax.curriculum._parquet import export_parquet
+from dataeff_jax.curriculum._phases import PhasedOrder
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
 
@@ -32,6 +33,7 @@ __all__ = [
     "LengthCurriculum",
     "Lexicographic",
     "Metric",
+    "PhasedOrder",
     "Records",
     "SampleOrder",
     "Sampler",

@@ -23,14 +23,18 @@ from dataeff_jax.curriculum import _permutation
 
 # Draws in a block of the stratified order: it is cheap to shuffle, and a sample waits
 # no longer than about a block for its share of draws.
-_BLOCK = 4096
+_BLOCK = 8192
+
+# Places of so many draws are found at once, which costs less for each, but of so few
+# steps, as one that is asked for alone waits for all of them.
+_GROUP_DRAWS, _GROUP_STEPS = 4096, 8
 
 # NumPy draws hypergeometric numbers from fewer than 10^9.
 _MAX_SEGMENT = 2**29
 
 
 class Pool(NamedTuple):
-    """The clusters and when they come."""
+    """The clusters and when they come; cluster after cluster, the places 0 to N - 1."""
 
     starts: np.ndarray  # int64[K], the first step of each stage; starts[0] is 0
     sizes: np.ndarray  # int64[K], of the clusters, all positive
@@ -55,7 +59,43 @@ class _Cached:
         self.pool = pool
         self._start()
 
+    def draws(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the clusters and numbers of a step's draws, int64[B] each."""
+        raise NotImplementedError
+
+    def places(self, step: int) -> np.ndarray:
+        """Return the places of a step's draws, int64[B]."""
+        group, place = divmod(step, self._group_steps)
+        return self._grouped(group)[place]
+
+    def _group(self, group: int) -> np.ndarray:
+        """Return the places of some consecutive steps, int64[steps, B]."""
+        first = group * self._group_steps
+        steps = range(first, first + self._group_steps)
+        clusters, numbers = zip(*map(self.draws, steps), strict=True)
+        places = self._located(np.concatenate(clusters), np.concatenate(numbers))
+        return places.reshape(len(steps), -1)
+
+    def _located(self, clusters: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return the places of draws: each pass over a cluster has another order."""
+        grids = self._grids.take(clusters)
+        numbers = numbers.view(np.uint64)  # none is negative
+        passes = numbers // grids.lengths
+        inside = numbers - passes * grids.lengths
+        # Far apart, so that pass 1 of one cluster is not pass 0 of another.
+        keys = self._keys.take(clusters) + passes * np.uint64(0xD1342543DE82EF95)
+        return self._firsts.take(clusters) + _permutation.walked(inside, grids, keys)
+
     def _start(self) -> None:
+        base = np.uint64(_permutation.key_of(self.pool.seed, 5))
+        clusters = np.arange(len(self.pool.sizes), dtype=np.uint64)
+        self._keys = _permutation.mixed(clusters + base)
+        size = self.pool.batch_size
+        self._group_steps = min(max(_GROUP_DRAWS // size, 1), _GROUP_STEPS)
+        self._grouped = functools.lru_cache(maxsize=16)(self._group)
+        self._grids = _permutation.grid(self.pool.sizes)
+        self._ends = np.cumsum(self.pool.sizes)
+        self._firsts = self._ends - self.pool.sizes
         self._lock = threading.RLock()
         self._states: list[Any] = [self._first_state()]  # at the starts of stages
         self._made = functools.lru_cache(maxsize=128)(self._make)
@@ -87,11 +127,13 @@ class _Cached:
 
     def _shuffled(self, size: int, *numbers: int) -> np.ndarray:
         """Return a random order of ``range(size)``; numbers and seed decide it."""
-        bits = np.random.Philox(np.random.SeedSequence([self.pool.seed, *numbers]))
-        # The position in the low bits: sorting is ten times as fast as argsort.
+        key = np.uint64(_permutation.key_of(self.pool.seed, *numbers))
+        places = np.arange(size, dtype=np.uint64)
+        # The place in the low bits: sorting is ten times as fast as argsort.
         low = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
-        tagged = (bits.random_raw(size) & ~low) | np.arange(size, dtype=np.uint64)
-        return (np.sort(tagged) & low).astype(np.int64)
+        tagged = (_permutation.mixed(places + key) & ~low) | places
+        tagged.sort()
+        return (tagged & low).astype(np.int64)
 
 
 def _dealt(
@@ -105,7 +147,7 @@ def _dealt(
     clusters = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
     first = np.repeat(before - (np.cumsum(counts) - counts), counts)
     numbers = np.empty(len(clusters), np.int64)
-    shuffled = clusters[order]
+    shuffled = clusters.take(order)
     numbers[np.argsort(shuffled, kind="stable")] = first + np.arange(len(clusters))
     return shuffled.astype(np.int64), numbers
 
@@ -117,13 +159,17 @@ class Stratified(_Cached):
     beyond that: n_c * draws / E added up over the stages, a number around 0.
     """
 
+    def _start(self) -> None:
+        super()._start()
+        self._counted = functools.lru_cache(maxsize=8)(self._counts)
+
     def _first_state(self) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(1, np.int64), np.zeros(1)
 
     def _shape(self, stage: int) -> tuple[float, int | None]:
         """Return passes over the pool in a block, and the number of blocks."""
         steps = self.pool.num_steps(stage)
-        pool_size = int(self.pool.sizes[: stage + 1].sum())
+        pool_size = int(self._ends[stage])
         block = max(_BLOCK, 4 * (stage + 1))
         if steps is None:
             return block / pool_size, None
@@ -154,7 +200,7 @@ class Stratified(_Cached):
 
     def _next_state(self, stage: int, state: tuple) -> tuple[np.ndarray, np.ndarray]:
         passes, num_blocks = self._shape(stage)
-        drawn = self._counts(stage, num_blocks or 0)
+        drawn = self._counted(stage, num_blocks or 0)
         wanted = self.pool.sizes[: stage + 1] * (passes * (num_blocks or 0))
         debt = state[1] + wanted - drawn
         return np.append(state[0] + drawn, 0), np.append(debt, 0.0)
@@ -162,8 +208,8 @@ class Stratified(_Cached):
     def _make(self, *which: int) -> tuple[int, np.ndarray, np.ndarray]:
         """Return a block: its first draw, and clusters and numbers of its draws."""
         stage, block = which
-        before = self._counts(stage, block)
-        counts = self._counts(stage, block + 1) - before
+        before = self._counted(stage, block)
+        counts = self._counted(stage, block + 1) - before
         order = self._shuffled(int(counts.sum()), 1, stage, block)
         dealt = _dealt(self._state(stage)[0] + before, counts, order)
         return int(before.sum()), *dealt
@@ -171,7 +217,7 @@ class Stratified(_Cached):
     def _block_of(self, stage: int, draw: int) -> int:
         """Return the block of a stage that holds a draw."""
         passes, num_blocks = self._shape(stage)
-        pool_size = int(self.pool.sizes[: stage + 1].sum())
+        pool_size = int(self._ends[stage])
         block = int(draw / (passes * pool_size))  # right up to rounding
         if num_blocks is not None:
             block = min(block, num_blocks - 1)
@@ -204,12 +250,21 @@ def _with_sum(
     while (excess := int(counts.sum()) - total) != 0:
         debt = wanted - counts
         if excess > 0:
-            order = np.argsort(debt, kind="stable")
-            order = order[counts[order] > lowest[order]][:excess]
-            counts[order] -= 1
+            able = np.flatnonzero(counts > lowest)
+            counts[able[_smallest(debt[able], excess)]] -= 1
         else:
-            counts[np.argsort(-debt, kind="stable")[:-excess]] += 1
+            counts[_smallest(-debt, -excess)] += 1
     return counts
+
+
+def _smallest(values: np.ndarray, count: int) -> np.ndarray:
+    """Return where the smallest values are, of equal ones the first; not in order."""
+    if count >= len(values):
+        return np.arange(len(values))
+    last = np.partition(values, count - 1)[count - 1]  # sorting takes ten times as long
+    below = np.flatnonzero(values < last)
+    equal = np.flatnonzero(values == last)[: count - len(below)]
+    return np.concatenate([below, equal])
 
 
 class Parity(_Cached):
@@ -289,12 +344,12 @@ class Iid:
     """Every draw is of the whole pool, with replacement; for comparison."""
 
     def __init__(self, pool: Pool):
-        self.pool = pool
+        self.pool, self._ends = pool, np.cumsum(pool.sizes)
 
     def places(self, step: int) -> np.ndarray:
         """Return the draws' places in the pool's order, int64[B]."""
         stage, size = self.pool.stage(step), self.pool.batch_size
-        pool_size = np.uint64(self.pool.sizes[: stage + 1].sum())
+        pool_size = np.uint64(self._ends[stage])
         draws = np.arange(step * size, (step + 1) * size).astype(np.uint64)
         key = np.uint64(_permutation.key_of(self.pool.seed, 2))
         return (_permutation.mixed(_permutation.mixed(draws) + key) % pool_size).astype(

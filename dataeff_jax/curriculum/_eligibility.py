@@ -176,6 +176,20 @@ def _halved(
         todo.append((low, below, middle, value))
 
 
+def last_step(
+    name: str, criterion: Criterion, step_offset: int, num_steps: int | None
+) -> int:
+    """Return the step from which on a metric's difficulty is constant."""
+    total = getattr(criterion.schedule, "total", None)
+    ends = [end for end in (total, num_steps) if end is not None]
+    if not ends:
+        raise ValueError(
+            f"The schedule of {name!r} does not tell its end: pass num_steps, the step "
+            f"from which on it is constant, or a schedule with a total."
+        )
+    return max(0, min(ends) - min(step_offset, 0))
+
+
 def make_stages(
     criteria: Mapping[str, Criterion], *, step_offset: int, num_steps: int | None
 ) -> Stages:
@@ -194,20 +208,14 @@ def make_stages(
     """
     changes: dict[str, list[tuple[int, Any]]] = {}
     for name, criterion in criteria.items():
-        total = getattr(criterion.schedule, "total", None)
-        if total is None and num_steps is None:
-            raise ValueError(
-                f"The schedule of {name!r} does not tell its end: pass num_steps, the "
-                f"step from which on it is constant, or a schedule with a total."
-            )
-        ends = [end for end in (total, num_steps) if end is not None]
-        last = max(0, min(ends) - min(step_offset, 0))
+        last = last_step(name, criterion, step_offset, num_steps)
         points = list(_change_points(criterion.schedule, step_offset, last))
         for (_, below), (step, above) in itertools.pairwise(points):
             if not above > below:
                 raise ValueError(
                     f"The schedule of {name!r} falls from {below} to {above} at step "
-                    f"{step}; samples that were admitted stay, so it must not fall."
+                    f"{step}; samples that were admitted stay, so it must not fall; "
+                    f"PhasedOrder.at_falls plans anew there."
                 )
         changes[name] = points
     starts = sorted({step for points in changes.values() for step, _ in points})

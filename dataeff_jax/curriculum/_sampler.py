@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dataeff_jax.curriculum import (
-    _draws,
-    _eligibility,
-    _index,
-    _permutation,
-    _plan,
-)
+from dataeff_jax.curriculum import _draws, _eligibility, _index, _plan
 
 Draw = Literal["stratified", "parity", "iid"]
 _DRAWS = {
@@ -26,6 +20,9 @@ _DRAWS = {
     "parity": _draws.Parity,
     "iid": _draws.Iid,
 }
+
+
+_VERSION = 2  # of the draws: it rises when the same settings give other samples
 
 
 class SampleOrder:
@@ -112,9 +109,6 @@ class SampleOrder:
         pool = _draws.Pool(starts, sizes, batch_size, seed)
         self._pool, self._draws = pool, _DRAWS[draw](pool)
         self._settings = (index, pool, draw)
-        base = np.uint64(_permutation.key_of(seed, 5))
-        clusters = np.arange(len(sizes), dtype=np.uint64)
-        self._keys = _permutation.mixed(clusters + base)
         self._start()
 
     def _start(self) -> None:
@@ -149,25 +143,48 @@ class SampleOrder:
     def fingerprint(self) -> str:
         """Return a sha256 that changes when the samples of any step do."""
         index, pool, draw = self._settings
-        told = [index.fingerprint, pool.starts.tolist(), pool.sizes.tolist(), draw]
+        told = [_VERSION, index.fingerprint, draw]
+        told += [pool.starts.tolist(), pool.sizes.tolist()]
         told += [pool.batch_size, pool.seed, repr(self.stages.difficulties)]
         return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps when the steps before ``step`` are drawn.
+
+        Two values that JSON holds: the step, and a fingerprint of all that decided the
+        samples so far.
+        """
+        return {"step": int(step), "order": self._fingerprint_before(step)}
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Return the step to go on at, from what ``state`` gave.
+
+        Raises:
+          ValueError: a state of another order: index, schedules, seed, batch size or
+            draws differ.
+        """
+        if missing := [key for key in ("step", "order") if key not in state]:
+            raise ValueError(f"The state lacks {missing}; it has {sorted(state)}.")
+        step, found = int(state["step"]), self._fingerprint_before(int(state["step"]))
+        if found != state["order"]:
+            raise ValueError(
+                f"Up to step {step} the samples came from another order, "
+                f"{state['order'][:16]}, than this, {found[:16]}: index, criteria, "
+                f"seed, batch size, draws or phases differ. Go on with those of the "
+                f"run, or begin a new one."
+            )
+        return step
+
+    def _fingerprint_before(self, step: int) -> str:
+        """Return the fingerprint of what decides the samples before a step."""
+        return self.fingerprint
 
     def __repr__(self) -> str:
         return f"SampleOrder({self.fingerprint[:16]})"
 
     def _make(self, step: int) -> np.ndarray:
-        if isinstance(self._draws, _draws.Iid):
-            places = self._draws.places(step)
-        else:
-            clusters, numbers = self._draws.draws(step)
-            sizes = self._pool.sizes[clusters]
-            passes, inside = np.divmod(numbers, sizes)
-            # Hashed, so that pass 1 of one cluster is not pass 0 of another.
-            keys = _permutation.mixed(self._keys[clusters] + passes.astype(np.uint64))
-            inside = _permutation.permuted(inside, sizes, keys)
-            places = self._ends[clusters] - sizes + inside
-        samples = self._order[places].astype(np.int64)
+        order = np.asarray(self._order)  # indexed faster than a memmap
+        samples = order.take(self._draws.places(step)).astype(np.int64)
         samples.flags.writeable = False  # it is cached
         return samples
 

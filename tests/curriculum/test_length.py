@@ -26,7 +26,7 @@ def packed_batch(length=24, batch_size=3, segments="document"):
     return data.batches(rows, batch_size=batch_size, seed=0)[0]
 
 
-def fields_of_c035():
+def labelled_fields():
     tokens = np.arange(20).reshape(2, 10)
     fields = {"tokens": tokens, "labels": tokens + 1, "attention_mask": tokens * 0 + 1}
     bias = np.arange(200).reshape(2, 1, 10, 10)
@@ -34,7 +34,7 @@ def fields_of_c035():
 
 
 def test_all_sequence_fields_are_cut_and_no_other():
-    _, batch = fields_of_c035()
+    _, batch = labelled_fields()
     short = curriculum.truncate(batch, length=7)
     shapes = {name: array.shape for name, array in short.items()}
     assert shapes == {
@@ -52,12 +52,12 @@ def test_all_sequence_fields_are_cut_and_no_other():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [10, 16])
 def test_a_length_of_the_row_or_more_changes_nothing(mode, length):
-    _, batch = fields_of_c035()
+    _, batch = labelled_fields()
     assert getattr(curriculum, mode)(batch, length=length) is batch
 
 
 def test_reshape_loses_no_token_or_the_declared_rest():
-    batch, _ = fields_of_c035()
+    batch, _ = labelled_fields()
     halves = curriculum.reshape(batch, length=5)
     assert {array.shape for array in halves.values()} == {(4, 5)}
     np.testing.assert_array_equal(halves["tokens"].reshape(2, 10), batch["tokens"])

@@ -283,6 +283,14 @@ def test_prefetching_a_finite_set_ends():
     assert numbers == [8, 8]
 
 
+@pytest.mark.parametrize(("remainder", "count"), [("pad", 29), ("drop", 24)])
+def test_workers_share_no_batch_of_a_finite_set(remainder, count):
+    batches = data.evaluation_batches(rows(29), batch_size=8, remainder=remainder)
+    reader = data.prefetch(batches, num_workers=3)
+    found = [batch["sample_id"][batch["weights"] > 0].tolist() for batch in reader]
+    assert found == [list(range(i, min(i + 8, 29))) for i in range(0, count, 8)]
+
+
 @pytest.mark.parametrize(
     "name", ["start_step", "num_threads", "buffer_size", "num_workers"]
 )

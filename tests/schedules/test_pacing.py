@@ -120,6 +120,24 @@ def test_the_published_counter_of_the_vision_recipe():
     assert counted == 305_784_192
 
 
+@pytest.mark.parametrize(
+    ("layers", "micro_steps", "counted"), [(12, 1344, 2_148_032), (24, 1373, 2_147_024)]
+)
+def test_the_published_counters_of_the_language_recipes(layers, micro_steps, counted):
+    # Two rows a micro step, two micro steps a step; all but two layers drop tokens.
+    full = 1024
+    pacing = LINEAR(
+        *(128,),
+        max_difficulty=full,
+        total=400,
+        difficulty_step=8,
+        mode="deepspeed_random_ltd",
+    )
+    kept = np.minimum(pacing(np.arange(micro_steps) // 2), full)
+    effective = (full * 2 + kept * (layers - 2)) // layers  # tokens of a row
+    assert 2 * effective.sum() == counted
+
+
 def test_published_change_points():
     rarity = ROOT(1, max_difficulty=100, total=110_000)
     for step, level in ((12, 2), (45, 3), (102, 4), (110_000, 100)):
