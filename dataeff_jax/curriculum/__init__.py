@@ -19,6 +19,7 @@ from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
 from dataeff_jax.curriculum._index import DifficultyIndex
 from dataeff_jax.curriculum._length import reshape, segment, truncate
 from dataeff_jax.curriculum._length_batches import LengthCurriculum, Trimming
+from dataeff_jax.curriculum._mixture import Mixture
 from dataeff_jax.curriculum._parquet import export_parquet
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
@@ -32,6 +33,7 @@ __all__ = [
     "LengthCurriculum",
     "Lexicographic",
     "Metric",
+    "Mixture",
     "Records",
     "SampleOrder",
     "Sampler",
