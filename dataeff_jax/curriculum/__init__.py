@@ -1,6 +1,7 @@
 """Curriculum learning: analyze once, then sample by difficulty."""
 
 from dataeff_jax.curriculum._analyzer import analyze
+from dataeff_jax.curriculum._buckets import PickedRows, percentile_buckets
 from dataeff_jax.curriculum._dataset import Sampler, batches, dataset
 from dataeff_jax.curriculum._deepspeed import (
     DeepSpeedCurriculum,
@@ -23,6 +24,7 @@ from dataeff_jax.curriculum._mixture import Mixture
 from dataeff_jax.curriculum._parquet import export_parquet
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
+from dataeff_jax.curriculum._scores import sampling_weights
 
 __all__ = [
     "ArraySource",
@@ -34,6 +36,7 @@ __all__ = [
     "Lexicographic",
     "Metric",
     "Mixture",
+    "PickedRows",
     "Records",
     "SampleOrder",
     "Sampler",
@@ -44,9 +47,11 @@ __all__ = [
     "export_parquet",
     "function_metric",
     "import_deepspeed_index",
+    "percentile_buckets",
     "percentile_count",
     "read_deepspeed_config",
     "reshape",
+    "sampling_weights",
     "segment",
     "sequence_length",
     "truncate",
