@@ -25,6 +25,7 @@ from dataeff_jax.curriculum._parquet import export_parquet
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
 from dataeff_jax.curriculum._scores import sampling_weights
+from dataeff_jax.curriculum._token_budget import TokenBudget
 
 __all__ = [
     "ArraySource",
@@ -40,6 +41,7 @@ __all__ = [
     "Records",
     "SampleOrder",
     "Sampler",
+    "TokenBudget",
     "Trimming",
     "analyze",
     "batches",

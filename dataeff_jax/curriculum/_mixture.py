@@ -1,8 +1,6 @@
 """Mixtures of corpora whose weights follow a schedule of the step."""
 
 import hashlib
-import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,15 +9,12 @@ import numpy as np
 from dataeff_jax import typing
 from dataeff_jax.curriculum import (
     _draws,
-    _eligibility,
+    _mixture_weights,
     _permutation,
     _quotas,
+    _reading,
     _sampler,
 )
-from dataeff_jax.data import _batches, _splits
-
-# More would make the tables large for nothing.
-_MAX_SEGMENTS = 2**20
 
 
 class Mixture(_sampler.SampleOrder):
@@ -95,9 +90,9 @@ class Mixture(_sampler.SampleOrder):
             )
         self.batch_size, self.seed = batch_size, seed
         self.names = tuple(sorted(corpora))
-        table = _table(weights, self.names, step_offset, num_steps)
+        table = _mixture_weights.table(weights, self.names, step_offset, num_steps)
         self._quotas = _quotas.Quotas(*table, batch_size)
-        self._corpora = [_reading(corpora, name, self) for name in self.names]
+        self._corpora = [_read(corpora, name, self) for name in self.names]
         self.sizes = tuple(corpus.num_samples for corpus in self._corpora)
         self.num_samples = sum(self.sizes)
         self._key = np.uint64(_permutation.key_of(seed, 8))
@@ -112,7 +107,7 @@ class Mixture(_sampler.SampleOrder):
 
     def counts(self, step: int) -> np.ndarray:
         """Return the draws of each corpus before a step, int64[K]."""
-        return self._quotas.counts(int(step))
+        return self._quotas.counts(step)
 
     def difficulties(self, step: int) -> dict[str, Any]:
         """Return the shares at a step, and the difficulties of corpora with an order.
@@ -202,88 +197,21 @@ class MixedRows:
             raise IndexError(f"index={index} is outside {len(self)} rows.")
         number = int(np.searchsorted(self._ends, index, side="right"))
         rows = self._corpora[number]
-        own = int(index) - int(self._ends[number]) + len(rows)
+        own = index - int(self._ends[number]) + len(rows)
         return {"sample_id": np.int64(own), **rows[own], "corpus": np.int64(number)}
 
 
-class _Plain:
-    """A corpus in the random order of ``data.batches``, epoch after epoch."""
-
-    def __init__(self, num_samples: int, seed: int):
-        self.num_samples, self._seed = num_samples, seed
-        self.told = (num_samples, seed)
-
-    def difficulties(self, step: int) -> dict[str, Any]:
-        return {}
-
-    def num_eligible(self, step: int) -> int:
-        return self.num_samples
-
-    def samples(self, first: int, count: int) -> np.ndarray:
-        size, found = self.num_samples, np.empty(count, np.int64)
-        for place, draw in enumerate(range(first, first + count)):
-            epoch, position = divmod(draw, size)
-            seed = _batches.epoch_seed(self._seed, epoch)
-            found[place] = _splits.permuted(position, size, seed)
-        return found
-
-
-class _Paced:
-    """An order that is read at the steps of a mixture, but only its share of draws.
-
-    Its stages start with the draws that the mixture has reached at their first steps;
-    apart from that it is the order itself, with batches of one.
-    """
-
-    def __init__(self, order: _sampler.SampleOrder, starts: np.ndarray):
-        self._of = order
-        pool = _draws.Pool(starts, order._pool.sizes, 1, order.seed)
-        self._pool, self._draws = pool, type(order._draws)(pool)
-        self.num_samples = order.num_samples
-        self.told = order.fingerprint
-        self.difficulties = order.difficulties
-        self.num_eligible = order.num_eligible
-
-    def samples(self, first: int, count: int) -> np.ndarray:
-        if isinstance(self._draws, _draws.Iid):
-            draws = range(first, first + count)
-            places = np.concatenate([self._draws.places(draw) for draw in draws])
-            return self._of._order[places].astype(np.int64)
-        clusters, numbers = _dealt_range(self._draws, first, count)
-        sizes = self._pool.sizes[clusters]
-        passes, inside = np.divmod(numbers, sizes)
-        keys = self._of._keys[clusters] + passes.astype(np.uint64)
-        inside = _permutation.permuted(inside, sizes, _permutation.mixed(keys))
-        places = self._of._ends[clusters] - sizes + inside
-        return self._of._order[places].astype(np.int64)
-
-
-def _dealt_range(
-    draws: _draws.Stratified, first: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return clusters and numbers of draws of one stage, int64[count] each."""
-    stage = draws.pool.stage(first)
-    draw = first - int(draws.pool.starts[stage])
-    end, block, found = draw + count, draws._block_of(stage, draw), []
-    while draw < end:
-        start, *columns = draws._made(stage, block)
-        found.append([column[draw - start : end - start] for column in columns])
-        draw, block = start + len(columns[0]), block + 1
-    clusters, numbers = zip(*found, strict=True)
-    return np.concatenate(clusters), np.concatenate(numbers)
-
-
-def _reading(
+def _read(
     corpora: Mapping[str, Any], name: str, mixture: Mixture
-) -> _Plain | _Paced:
+) -> _reading.Plain | _reading.Paced:
     """Return how a corpus is read, or say why it cannot be."""
     corpus = corpora[name]
-    if isinstance(corpus, numbers.Integral) and corpus > 0:
+    if isinstance(corpus, int | np.integer) and corpus > 0:
         seed = mixture.seed
         if len(corpora) > 1:  # another order for each, also where sizes are equal
             place = mixture.names.index(name)
             seed = _permutation.key_of(mixture.seed, 9, place) % 2**32
-        return _Plain(int(corpus), seed)
+        return _reading.Plain(int(corpus), seed)
     if not isinstance(corpus, _sampler.SampleOrder) or isinstance(corpus, Mixture):
         raise ValueError(
             f"corpora[{name!r}]={corpus!r} must be its number of samples, at least 1, "
@@ -301,63 +229,4 @@ def _reading(
         )
     column = mixture.names.index(name)
     starts = [mixture.counts(step)[column] for step in corpus._pool.starts.tolist()]
-    return _Paced(corpus, np.array(starts, np.int64))
-
-
-def _table(
-    weights: Mapping[str, Any],
-    names: tuple[str, ...],
-    step_offset: int,
-    num_steps: int | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps at which weights change, int64[J], and the weights, [J, K]."""
-    columns = []
-    for name in names:
-        columns.append(_column(name, weights[name], step_offset, num_steps))
-    starts = sorted({step for column in columns for step, _ in column})
-    if len(starts) > _MAX_SEGMENTS:
-        raise ValueError(
-            f"The weights change at {len(starts)} steps, more than {_MAX_SEGMENTS}; "
-            f"use a larger difficulty_step."
-        )
-    table = np.empty((len(starts), len(names)))
-    for number, column in enumerate(columns):
-        steps, values = zip(*column, strict=True)
-        places = np.searchsorted(steps, starts, side="right") - 1
-        table[:, number] = np.array(values, np.float64)[places]
-    nothing = np.flatnonzero(~table.any(axis=1))
-    if len(nothing):
-        raise ValueError(
-            f"All weights are 0 at step {starts[nothing[0]]}; at least one corpus must "
-            f"have a positive weight at every step."
-        )
-    return np.array(starts, np.int64), table
-
-
-def _column(
-    name: str, weight: Any, step_offset: int, num_steps: int | None
-) -> list[tuple[int, float]]:
-    """Return the steps at which one weight changes, with the weights."""
-    if not callable(weight):
-        return [(0, _checked(name, weight, 0))]
-    ends = (getattr(weight, "total", None), num_steps)
-    known = [end for end in ends if end is not None]
-    if not known:
-        raise ValueError(
-            f"The weight of {name!r} does not tell its end: pass num_steps, the step "
-            f"from which on it is constant, or a schedule with a total."
-        )
-    last = max(0, min(known) - min(step_offset, 0))
-    points = _eligibility._change_points(weight, step_offset, last)
-    return [(step, _checked(name, value, step)) for step, value in points]
-
-
-def _checked(name: str, weight: Any, step: int) -> float:
-    """Return a weight, or say what is wrong with it."""
-    is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
-    if not is_number or not math.isfinite(weight) or weight < 0:
-        raise ValueError(
-            f"The weight of {name!r} is {weight!r} at step {step}; it must be a finite "
-            f"number, not negative."
-        )
-    return float(weight)
+    return _reading.Paced(corpus, np.array(starts, np.int64))
