@@ -8,6 +8,11 @@ from dataeff_jax.curriculum._deepspeed import (
     read_deepspeed_config,
 )
 from dataeff_jax.curriculum._deepspeed_index import import_deepspeed_index
+from dataeff_jax.curriculum._deepspeed_more import (
+    DeepSpeedTokenBudget,
+    read_deepspeed_length_schedule,
+    read_deepspeed_token_budget,
+)
 from dataeff_jax.curriculum._difficulty import (
     Lexicographic,
     Metric,
@@ -31,6 +36,7 @@ __all__ = [
     "ArraySource",
     "Criterion",
     "DeepSpeedCurriculum",
+    "DeepSpeedTokenBudget",
     "DifficultyIndex",
     "DocumentRows",
     "LengthCurriculum",
@@ -52,6 +58,8 @@ __all__ = [
     "percentile_buckets",
     "percentile_count",
     "read_deepspeed_config",
+    "read_deepspeed_length_schedule",
+    "read_deepspeed_token_budget",
     "reshape",
     "sampling_weights",
     "segment",

@@ -16,8 +16,8 @@ from dataeff_jax.curriculum import (
 )
 from dataeff_jax.data import _batches
 
-Order = Literal["dataloader", "random", "length"]
-_ORDERS = ("dataloader", "random", "length")
+Order = Literal["dataloader", "random", "length", "bucketed"]
+_ORDERS = ("dataloader", "random", "length", "bucketed")
 _TOO_LONG = ("error", "drop", "truncate")
 _SCALES: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: ratio,
@@ -36,9 +36,9 @@ class TokenBudget:
     last batch, is filled up with rows of weight 0. So every sample comes once in every
     epoch, and padding is counted by the budget.
 
-    The batch of a step is a function of (lengths, settings, step). A random order is
-    cut anew in each epoch, so the first batch of epoch e costs e + 1 passes over the
-    lengths; the other orders need one pass for all.
+    The batch of a step is a function of (lengths, settings, step). The order "random"
+    has another number of batches in each epoch, so the first batch of epoch e costs
+    e + 1 passes over the lengths; any batch of the other orders costs at most one.
 
     Args:
       row_lengths: real tokens of each sample, integers [N], at least 1; for example
@@ -46,9 +46,11 @@ class TokenBudget:
       max_tokens: rows times length of a batch, at most.
       buckets: the lengths that may come out, rising; see ``schedules.length_buckets``.
       order: of the samples. ``"random"``: another one in each epoch. ``"dataloader"``:
-        as they are. ``"length"``: from short to long; least is padded.
-      seed: of the random order, not negative.
-      min_rows: of samples in every batch but the last of an epoch.
+        as they are. ``"length"``: from short to long. ``"bucketed"``: samples of one
+        bucket together, at random, and the batches in random order, others in each
+        epoch. The last two pad least.
+      seed: of what is random, not negative.
+      min_rows: of samples in every batch but one of an epoch.
       max_rows: of a batch; None for no bound.
       row_multiple: what the rows of every batch are a multiple of: the devices of all
         processes.
@@ -83,7 +85,7 @@ class TokenBudget:
         *,
         max_tokens: int,
         buckets: Sequence[int],
-        order: Order = "random",
+        order: Order = "bucketed",
         seed: int = 0,
         min_rows: int = 1,
         max_rows: int | None = None,
@@ -99,7 +101,7 @@ class TokenBudget:
         lengths = _length_batches._checked_buckets(buckets)
         self._row_lengths = _checked_lengths(row_lengths)
         self._lengths: list[int] = lengths.tolist()
-        self._fixed, self._order, self._seed = order != "random", order, seed
+        self._order, self._seed = order, seed
         self.num_samples = len(self._row_lengths)
         self._levels = np.searchsorted(lengths, self._row_lengths)
         self.samples = _used(self._row_lengths, self._lengths[-1], too_long)
@@ -131,34 +133,42 @@ class TokenBudget:
     def _start(self) -> None:
         self._lock = threading.RLock()
         self._firsts = [0]  # the first step of each epoch
+        self._num_steps: int | None = None  # of every epoch, where that is so
         self._epoch = functools.lru_cache(maxsize=2)(self._cut_epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_lock", "_firsts", "_epoch")
+        made = ("_lock", "_firsts", "_epoch", "_num_steps")
         return {k: v for k, v in self.__dict__.items() if k not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
 
-    def _cut_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples of an epoch in order, and where its batches start."""
+    def _cut_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return an epoch's samples, where its batches start, and their turns."""
         samples = self.samples
-        if self._order == "random":
-            key = np.uint64(_permutation.key_of(self._seed, 10, epoch))
-            numbers = np.arange(len(samples), dtype=np.uint64)
-            samples = samples[np.argsort(_permutation.mixed(numbers + key))]
-        elif self._order == "length":
-            lengths = self._row_lengths[samples]
-            samples = samples[np.argsort(lengths, kind="stable")]
-        starts = _cut(self._levels[samples].tolist(), self._rows)
-        return samples, np.append(np.fromiter(starts, np.int64), len(samples))
+        if self._order in ("random", "bucketed"):
+            samples = samples[self._shuffled(len(samples), epoch, 0)]
+        if self._order in ("length", "bucketed"):
+            by = self._row_lengths if self._order == "length" else self._levels
+            samples = samples[np.argsort(by[samples], kind="stable")]
+        starts = np.fromiter(_cut(self._levels[samples].tolist(), self._rows), np.int64)
+        turns = np.arange(len(starts))
+        if self._order == "bucketed":
+            turns = self._shuffled(len(starts), epoch, 1)
+        return samples, np.append(starts, len(samples)), turns
+
+    def _shuffled(self, size: int, *numbers: int) -> np.ndarray:
+        """Return a random order of ``range(size)``."""
+        key = np.uint64(_permutation.key_of(self._seed, 10, *numbers))
+        mixed = _permutation.mixed(np.arange(size, dtype=np.uint64) + key)
+        return np.argsort(mixed, kind="stable")
 
     def _place(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step, and its number in it."""
         if step < 0:
             raise IndexError(f"step={step} must not be negative.")
-        if self._fixed:
+        if self._order != "random":  # every epoch has as many
             return divmod(step, self.num_steps(0))
         with self._lock:
             while self._firsts[-1] <= step:
@@ -169,7 +179,11 @@ class TokenBudget:
 
     def num_steps(self, epoch: int) -> int:
         """Return the batches of an epoch."""
-        return len(self._epoch(0 if self._fixed else epoch)[1]) - 1
+        if self._order == "random":
+            return len(self._epoch(epoch)[2])
+        if self._num_steps is None:
+            self._num_steps = len(self._epoch(0)[2])
+        return self._num_steps
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch of a step."""
@@ -178,8 +192,10 @@ class TokenBudget:
     def _samples(self, step: int) -> np.ndarray:
         """Return the samples of a step's batch, without padding."""
         epoch, number = self._place(step)
-        samples, starts = self._epoch(0 if self._fixed else epoch)
-        return samples[starts[number] : starts[number + 1]]
+        always = self._order in ("dataloader", "length")
+        samples, starts, turns = self._epoch(0 if always else epoch)
+        turn = turns[number]
+        return samples[starts[turn] : starts[turn + 1]]
 
     def __getitem__(self, step: int) -> np.ndarray:
         """Return the samples of a step's batch, int64[rows]; -1 is a row of padding."""

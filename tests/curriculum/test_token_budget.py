@@ -7,7 +7,7 @@ from dataeff_jax import curriculum, data, schedules
 from dataeff_jax.curriculum import _token_budget
 
 BUCKETS = (8, 16, 32, 64)
-ORDERS = ("dataloader", "random", "length")
+ORDERS = ("dataloader", "random", "length", "bucketed")
 LENGTHS = np.random.default_rng(0).integers(1, 65, 500)
 
 
@@ -59,7 +59,7 @@ def test_every_sample_comes_once_an_epoch_and_budgets_are_kept(order, multiple):
         batches = epoch_of(budget, epoch)
         samples = np.concatenate(batches)
         assert sorted(samples[samples >= 0].tolist()) == list(range(500))
-        for number, batch in enumerate(batches):
+        for batch in batches:
             length, real = budget.length_at(step), batch[batch >= 0]
             assert budget.epoch_at(step) == epoch
             assert (len(batch), length) in budget.shapes
@@ -67,8 +67,8 @@ def test_every_sample_comes_once_an_epoch_and_budgets_are_kept(order, multiple):
             assert len(batch) % multiple == 0
             assert len(batch) <= 20
             assert LENGTHS[real].max() <= length
-            assert len(real) >= (1 if number == len(batches) - 1 else 4)
             step += 1
+        assert sorted((batch >= 0).sum() for batch in batches)[1] >= 4
 
 
 def test_the_shapes_are_told_beforehand_one_for_each_bucket():
@@ -81,9 +81,11 @@ def test_the_shapes_are_told_beforehand_one_for_each_bucket():
     assert found <= set(budget.shapes)
 
 
-def test_a_random_order_is_another_in_each_epoch_and_for_each_seed():
+@pytest.mark.parametrize("order", ["random", "bucketed"])
+def test_a_random_order_is_another_in_each_epoch_and_for_each_seed(order):
     def flat(seed, epoch):
-        return np.concatenate(epoch_of(make(seed=seed), epoch)).tolist()
+        budget = make(seed=seed, order=order)
+        return np.concatenate(epoch_of(budget, epoch)).tolist()
 
     assert flat(0, 0) == flat(0, 0)
     assert len({tuple(flat(s, e)) for s in (0, 1) for e in (0, 1)}) == 4
@@ -100,6 +102,24 @@ def test_an_order_by_length_pads_least():
     assert padded["length"] < padded["dataloader"]
     lengths = np.concatenate(epoch_of(make(order="length"), 0))
     assert (np.diff(LENGTHS[lengths[lengths >= 0]]) >= 0).all()
+
+
+def test_buckets_in_random_order_pad_little_and_have_as_many_batches_in_each_epoch():
+    plain, bucketed = make(order="random"), make()
+    computed = {}
+    for budget in (plain, bucketed):
+        steps = range(budget.num_steps(0))
+        sizes = [len(budget[t]) * budget.length_at(t) for t in steps]
+        computed[budget] = sum(sizes)
+    assert computed[bucketed] < 0.85 * computed[plain]
+    epochs = [epoch_of(bucketed, epoch) for epoch in range(3)]
+    assert len({len(batches) for batches in epochs}) == 1
+    groups = [{frozenset(batch.tolist()) for batch in batches} for batches in epochs]
+    assert groups[0] != groups[1], "other samples come together"
+    lengths = [bucketed.length_at(t) for t in range(len(epochs[0]))]
+    assert lengths != sorted(lengths)
+    assert bucketed.epoch_at(10**12) == 10**12 // len(epochs[0])
+    assert bucketed[10**12].tolist() == make(order="bucketed")[10**12].tolist()
 
 
 @pytest.mark.parametrize("order", ORDERS)
