@@ -1,5 +1,6 @@
 """Mixtures of corpora whose weights follow a schedule of the step."""
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from typing import Any
@@ -98,8 +99,13 @@ class Mixture(_sampler.SampleOrder):
         self._key = np.uint64(_permutation.key_of(seed, 8))
         self._start()
 
+    def _start(self) -> None:
+        super()._start()
+        self._told = functools.lru_cache(maxsize=32)(self._tell)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_batch"}
+        made = ("_batch", "_told")
+        return {k: v for k, v in self.__dict__.items() if k not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -107,13 +113,18 @@ class Mixture(_sampler.SampleOrder):
 
     def counts(self, step: int) -> np.ndarray:
         """Return the draws of each corpus before a step, int64[K]."""
-        return self._quotas.counts(step)
+        if step < 0:
+            raise IndexError(f"step={step} must not be negative.")
+        return self._quotas.counts(int(step))
 
     def difficulties(self, step: int) -> dict[str, Any]:
         """Return the shares at a step, and the difficulties of corpora with an order.
 
         Named ``share_CORPUS`` and ``CORPUS_METRIC``.
         """
+        return dict(self._told(int(step)))
+
+    def _tell(self, step: int) -> dict[str, Any]:
         shares = self._quotas.shares(step).tolist()
         told = {f"share_{n}": s for n, s in zip(self.names, shares, strict=True)}
         for name, corpus in zip(self.names, self._corpora, strict=True):
@@ -207,11 +218,11 @@ def _read(
     """Return how a corpus is read, or say why it cannot be."""
     corpus = corpora[name]
     if isinstance(corpus, int | np.integer) and corpus > 0:
-        seed = mixture.seed
-        if len(corpora) > 1:  # another order for each, also where sizes are equal
-            place = mixture.names.index(name)
-            seed = _permutation.key_of(mixture.seed, 9, place) % 2**32
-        return _reading.Plain(int(corpus), seed)
+        if len(corpora) == 1:
+            return _reading.Alone(int(corpus), mixture.seed)
+        # Another order for each, also where sizes are equal.
+        place = mixture.names.index(name)
+        return _reading.Plain(int(corpus), _permutation.key_of(mixture.seed, 9, place))
     if not isinstance(corpus, _sampler.SampleOrder) or isinstance(corpus, Mixture):
         raise ValueError(
             f"corpora[{name!r}]={corpus!r} must be its number of samples, at least 1, "

@@ -9,11 +9,11 @@ from dataeff_jax.data import _batches, _splits
 
 
 class Plain:
-    """A corpus in the random order of ``data.batches``, epoch after epoch."""
+    """A corpus in random order, epoch after epoch."""
 
-    def __init__(self, num_samples: int, seed: int):
-        self.num_samples, self._seed = num_samples, seed
-        self.told = (num_samples, seed)
+    def __init__(self, num_samples: int, key: int):
+        self.num_samples, self._key = num_samples, np.uint64(key)
+        self.told = (num_samples, key)
 
     def difficulties(self, step: int) -> dict[str, Any]:
         return {}
@@ -22,10 +22,22 @@ class Plain:
         return self.num_samples
 
     def samples(self, first: int, count: int) -> np.ndarray:
+        """Return the samples of draws, int64[count]."""
+        draws = np.arange(first, first + count)
+        epochs, places = np.divmod(draws, self.num_samples)
+        keys = _permutation.mixed(epochs.astype(np.uint64) + self._key)
+        sizes = np.full(count, self.num_samples)
+        return _permutation.permuted(places, sizes, keys)
+
+
+class Alone(Plain):
+    """The only corpus of a mixture, in the order of ``data.batches``."""
+
+    def samples(self, first: int, count: int) -> np.ndarray:
         size, found = self.num_samples, np.empty(count, np.int64)
         for place, draw in enumerate(range(first, first + count)):
             epoch, position = divmod(draw, size)
-            seed = _batches.epoch_seed(self._seed, epoch)
+            seed = _batches.epoch_seed(int(self._key), epoch)
             found[place] = _splits.permuted(position, size, seed)
         return found
 
@@ -48,6 +60,7 @@ class Paced:
         self.num_eligible = order.num_eligible
 
     def samples(self, first: int, count: int) -> np.ndarray:
+        """Return the samples of draws, all of one step of the mixture, int64[count]."""
         if isinstance(self._draws, _draws.Iid):
             draws = range(first, first + count)
             places = np.concatenate([self._draws.places(draw) for draw in draws])

@@ -1,6 +1,11 @@
 import fractions
+import json
 import math
+import os
+import pathlib
 import pickle
+import subprocess
+import sys
 
 import grain
 import numpy as np
@@ -242,6 +247,25 @@ def test_an_order_of_its_own_keeps_its_difficulty_at_every_step(mixture, index):
     assert mixture.num_eligible(10**6) == 50 + 1000
 
 
+def test_shares_are_exact_at_every_step_of_a_schedule():
+    weights = {
+        "a": 0.7,
+        "b": LINEAR(0.1, max_difficulty=2, total=100, difficulty_step=0.01),
+        "c": schedules.fixed_discrete_schedule([0.3, 0.05], boundaries=[60]),
+        "d": lambda step: 0.5 + 0.4 * math.sin(step),
+    }
+    mixture = curriculum.Mixture(
+        dict.fromkeys(weights, 10), weights=weights, batch_size=7, seed=0, num_steps=90
+    )
+    due = np.zeros(4)
+    for step in range(300):
+        assert np.abs(mixture.counts(step) - due).max() <= 1 + 1e-9
+        clock = min(step, 90)  # later changes are not seen
+        row = np.array([w if n == "a" else w(clock) for n, w in weights.items()])
+        due += 7 * row / row.sum()
+    assert mixture.difficulties(300)["share_b"] == pytest.approx(row[1] / row.sum())
+
+
 @pytest.mark.parametrize("draw", ["stratified", "iid"])
 def test_a_mixture_of_one_order_is_that_order(index, draw):
     order = paced(index, draw=draw)
@@ -335,6 +359,62 @@ def test_it_composes_as_a_grain_dataset_with_lengths_and_the_loader(mixture):
     )
     for step, batch in enumerate(loader):
         assert batch["corpus"].tolist() == steps[step]["corpus"].tolist()
+
+
+SCRIPT = """
+import json, sys
+from dataeff_jax import curriculum, data
+import test_mixture as t
+
+if __name__ == "__main__":
+    mixture = t.mixed(curriculum.DifficultyIndex(sys.argv[1]))
+    halves = [
+        data.prefetch(
+            curriculum.batches(
+                mixture.rows(t.ROWS), mixture, process_index=h, process_count=2),
+            start_step=int(sys.argv[2]), num_workers=workers, buffer_size=16)
+        for h, workers in enumerate((0, 2))]
+    found = []
+    for _ in range(25):
+        batches = [next(half) for half in halves]
+        parts = [zip(b["corpus"].tolist(), b["sample_id"].tolist()) for b in batches]
+        found.append([*parts[0], *parts[1]])
+    for half in halves:
+        half.close()
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_new_process_goes_on_with_other_workers_and_hosts(index, mixture, tmp_path):
+    script = tmp_path / "go_on.py"
+    script.write_text(SCRIPT)
+    here = pathlib.Path(__file__).parent
+    path = f"{here.parents[1]}:{here}"
+    done = subprocess.run(
+        [sys.executable, str(script), str(index.directory), "35"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    steps = curriculum.batches(mixture.rows(ROWS), mixture)
+    want = [
+        np.stack([steps[step]["corpus"], steps[step]["sample_id"]], axis=1).tolist()
+        for step in range(35, 60)
+    ]
+    assert json.loads(done.stdout) == want
+
+
+def test_batches_are_trimmed_to_the_longest_row_of_any_corpus():
+    sizes = {"a": 9, "b": 5}
+    mixture = curriculum.Mixture(sizes, weights={"a": 1, "b": 1}, batch_size=4, seed=0)
+    lengths = np.concatenate([np.arange(1, 10), [2] * 5])
+    trimming = curriculum.Trimming(mixture, lengths, buckets=(4, 8, 16))
+    for step in range(20):
+        longest = lengths[mixture[step]].max()
+        assert trimming.length_at(step) == min(b for b in (4, 8, 16) if b >= longest)
 
 
 def test_the_order_of_the_names_does_not_matter(index, mixture):
@@ -443,3 +523,5 @@ def test_rows_that_do_not_fit_are_told(mixture):
         mixture.rows(ROWS)[1120]
     with pytest.raises(IndexError, match="step=-1"):
         mixture[-1]
+    with pytest.raises(IndexError, match="step=-1"):
+        mixture.counts(-1)
