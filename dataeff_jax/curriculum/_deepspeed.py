@@ -134,7 +134,8 @@ def read_deepspeed_config(
 
     Raises:
       ValueError: every key that is missing, wrong, not known, or that asks for what is
-        not here: ``dynamic_batching``, ``random_ltd``, ``pin_memory``.
+        not here: ``random_ltd``, ``pin_memory``, and ``dynamic_batching``, which is
+        read by :func:`read_deepspeed_token_budget`.
 
     Example:
       >>> from dataeff_jax import curriculum
@@ -152,15 +153,8 @@ def read_deepspeed_config(
       >>> [found.criteria["seqlen"].schedule(t) for t in (1, 5, 9)]
       [8, 32, 64]
     """
-    if not isinstance(config, Mapping):
-        config = _loaded(pathlib.Path(config))
-    if "data_efficiency" not in config:
-        raise ValueError(
-            f"The configuration has no data_efficiency; it has: "
-            f"{', '.join(map(str, config)) or 'nothing'}."
-        )
     problems: list[str] = []
-    root = _Block(config["data_efficiency"], "data_efficiency", problems)
+    root = _opened(config, "data_efficiency", problems)
     sampling = root.block("data_sampling")
     learning = sampling.block("curriculum_learning")
     for block in (root, sampling, learning):
@@ -170,10 +164,29 @@ def read_deepspeed_config(
     result = _curriculum(root, sampling, learning, custom_schedules or {}, problems)
     for block in (root, sampling, learning):
         block.finish()
+    _raise(problems)
+    return result
+
+
+def _opened(
+    config: Mapping[str, Any] | str | os.PathLike, key: str, problems: list[str]
+) -> _Block:
+    """Return a block of a configuration, or of the JSON file with this path."""
+    if not isinstance(config, Mapping):
+        config = _loaded(pathlib.Path(config))
+    if key not in config:
+        raise ValueError(
+            f"The configuration has no {key}; it has: "
+            f"{', '.join(map(str, config)) or 'nothing'}."
+        )
+    return _Block(config[key], key, problems)
+
+
+def _raise(problems: list[str]) -> None:
+    """Tell all problems in one message, if there are any."""
     if problems:
         count = "" if len(problems) == 1 else f"{len(problems)} problems: "
         raise ValueError(f"{count}{'; '.join(problems)}.")
-    return result
 
 
 def _loaded(path: pathlib.Path) -> Mapping[str, Any]:
@@ -195,7 +208,11 @@ def _curriculum(
 ) -> DeepSpeedCurriculum:
     if sampling.take("pin_memory", False, kind=bool):
         sampling.refuse("pin_memory", "has no counterpart; remove it")
-    sampling.refuse_if_on("dynamic_batching", "is not available here; switch it off")
+    sampling.refuse_if_on(
+        "dynamic_batching",
+        "is not combined with a curriculum; switch one of them off, or read it alone "
+        "with read_deepspeed_token_budget",
+    )
     metrics = learning.block("curriculum_metrics")
     names = list(metrics._left)
     if not names:

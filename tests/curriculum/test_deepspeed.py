@@ -191,7 +191,11 @@ VOC = (*LEARNING, "curriculum_metrics", "voc")
         ((*EFFICIENCY, "seed"), True, "seed=True must be of type int"),
         ((*EFFICIENCY, "data_routing"), {"enabled": True}, "data_routing is no curric"),
         ((*SAMPLING, "pin_memory"), True, "pin_memory has no counterpart"),
-        ((*SAMPLING, "dynamic_batching"), {"enabled": True}, "dynamic_batching is not"),
+        (
+            (*SAMPLING, "dynamic_batching"),
+            {"enabled": True},
+            "is not combined",
+        ),
         ((*SAMPLING, "enabled"), "yes", "enabled='yes' must be of type bool"),
         (LEARNING, 3, "curriculum_learning=3 must be an object"),
         ((*LEARNING, "curriculum_metrics"), {}, "at least one metric"),
