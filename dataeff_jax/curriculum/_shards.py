@@ -6,6 +6,7 @@ data, metrics and shard size; a run that was killed goes on with what is missing
 
 import concurrent.futures
 import contextlib
+import io
 import itertools
 import math
 import multiprocessing
@@ -48,6 +49,10 @@ class Work:
         start = number * self.shard_size
         return start, min(start + self.shard_size, len(self.source))
 
+    def num_samples(self, number: int) -> int:
+        start, stop = self.shard(number)
+        return stop - start
+
     def part(self, kind: str, place: int, number: int) -> pathlib.Path:
         return self.parts / f"{kind}-{place}-{number:08}.npy"
 
@@ -74,14 +79,20 @@ def _prepared(metric: _difficulty.Metric, totals: dict[str, np.ndarray]) -> Any:
     return metric.prepare(totals.get(metric.fingerprint))
 
 
-def _save(path: pathlib.Path, array: np.ndarray) -> None:
-    """Write a part that appears whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+def save_bytes(path: pathlib.Path, content: bytes | memoryview) -> None:
+    """Write a file that appears whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.new")
     with open(temporary, "wb") as stream:
-        np.save(stream, array)
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
+
+
+def _save(path: pathlib.Path, array: np.ndarray) -> None:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    save_bytes(path, stream.getbuffer())
 
 
 def _count_shard(work: Work, number: int) -> int:
@@ -102,12 +113,7 @@ def _count_shard(work: Work, number: int) -> int:
             totals[place] = counts if before is None else before + counts
     for place, total in totals.items():
         _save(work.part("counts", place, number), total)
-    return _num_samples(work, number)
-
-
-def _num_samples(work: Work, number: int) -> int:
-    start, stop = work.shard(number)
-    return stop - start
+    return work.num_samples(number)
 
 
 def _value_shard(work: Work, number: int) -> int:
@@ -127,7 +133,7 @@ def _value_shard(work: Work, number: int) -> int:
                 found[place].append(_checked(metric, records, values))
         for place, pieces in found.items():
             _save(work.part("values", place, number), np.concatenate(pieces))
-    return _num_samples(work, number)
+    return work.num_samples(number)
 
 
 def _checked(
@@ -176,6 +182,22 @@ def _total(work: Work, num_shards: int) -> None:
         _save(work.parts / f"total-{place}.npy", total)
 
 
+def compute_shard(work: Work, kind: str, number: int) -> int:
+    """Write what is missing of a shard in a pass; return its samples."""
+    return {"counts": _count_shard, "values": _value_shard}[kind](work, number)
+
+
+def is_done(work: Work, kind: str, number: int) -> bool:
+    """Return whether nothing of a shard is missing in a pass."""
+    made = _counters(work.metrics) if kind == "counts" else work.metrics
+    return not work.missing(kind, range(len(made)), number)
+
+
+# Maps a pass ("counts" or "values") over the shards with these numbers, in any order;
+# yields the samples of each when it is done.
+Runner = Callable[[str, Sequence[int]], Iterator[int]]
+
+
 _WORK: list[Work] = []  # of a worker process, set once when it starts
 
 
@@ -183,46 +205,40 @@ def _start_worker(work: Work) -> None:
     _WORK[:] = [work]
 
 
-def _count_in_worker(number: int) -> int:
-    return _count_shard(_WORK[0], number)
+def _compute_in_worker(kind: str, number: int) -> int:
+    return compute_shard(_WORK[0], kind, number)
 
 
-def _value_in_worker(number: int) -> int:
-    return _value_shard(_WORK[0], number)
-
-
-def _check_sendable(work: Work) -> None:
+def check_sendable(
+    work: Work, dumps: Callable[[Any], bytes], *, instead: str = ""
+) -> None:
     """Say what cannot be sent to processes, before they fail one by one."""
     for what in (*work.metrics, work.source):
         try:
-            pickle.dumps(what)
+            dumps(what)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             name = getattr(what, "name", "the source")
             raise ValueError(
                 f"{name} cannot be sent to processes ({error}); define its functions "
-                f"in a module, or use num_workers=0."
+                f"in a module, or compute in this process: {instead}."
             ) from error
 
 
 @contextlib.contextmanager
-def _runner(
-    work: Work, num_workers: int
-) -> Iterator[Callable[[str, int], Iterator[int]]]:
-    """Give a function that maps a pass over all shards, in no order."""
+def local_runner(work: Work, num_workers: int) -> Iterator[Runner]:
+    """Give a runner that computes in this process, or in a pool of processes."""
     if not num_workers:
-        here = {"counts": _count_shard, "values": _value_shard}
-        yield lambda kind, n: (here[kind](work, number) for number in range(n))
+        yield lambda kind, numbers: (compute_shard(work, kind, n) for n in numbers)
         return
-    _check_sendable(work)
-    there = {"counts": _count_in_worker, "values": _value_in_worker}
+    check_sendable(work, pickle.dumps, instead="num_workers=0")
     # Not forked: a copied JAX runtime or file offset would be shared.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
         num_workers, context, initializer=_start_worker, initargs=(work,)
     )
 
-    def run(kind: str, num_shards: int) -> Iterator[int]:
-        jobs = [pool.submit(there[kind], number) for number in range(num_shards)]
+    def run(kind: str, numbers: Sequence[int]) -> Iterator[int]:
+        jobs = [pool.submit(_compute_in_worker, kind, number) for number in numbers]
         for job in concurrent.futures.as_completed(jobs):
             yield job.result()
 
@@ -260,16 +276,18 @@ def own_parts(directory: pathlib.Path, key: str) -> Iterator[pathlib.Path]:
 
 
 def run_passes(
-    work: Work, num_workers: int, progress: Callable[[int, int], None] | None
+    work: Work,
+    runner: contextlib.AbstractContextManager[Runner],
+    progress: Callable[[int, int], None] | None,
 ) -> None:
     """Write all parts that are missing."""
     size = len(work.source)
     num_shards = math.ceil(size / work.shard_size)
     passes = (["counts"] if _counters(work.metrics) else []) + ["values"]
     done = 0
-    with _runner(work, num_workers) as run:
+    with runner as run:
         for kind in passes:
-            for num_samples in run(kind, num_shards):
+            for num_samples in run(kind, range(num_shards)):
                 done += num_samples
                 if progress is not None:
                     progress(done, size * len(passes))
