@@ -19,6 +19,7 @@ from dataeff_jax.curriculum._eligibility import Criterion, percentile_count
 from dataeff_jax.curriculum._index import DifficultyIndex
 from dataeff_jax.curriculum._length import reshape, segment, truncate
 from dataeff_jax.curriculum._length_batches import LengthCurriculum, Trimming
+from dataeff_jax.curriculum._model_loss import model_loss, model_perplexity
 from dataeff_jax.curriculum._parquet import export_parquet
 from dataeff_jax.curriculum._records import ArraySource, Records
 from dataeff_jax.curriculum._sampler import SampleOrder
@@ -42,6 +43,8 @@ __all__ = [
     "export_parquet",
     "function_metric",
     "import_deepspeed_index",
+    "model_loss",
+    "model_perplexity",
     "percentile_count",
     "read_deepspeed_config",
     "reshape",
