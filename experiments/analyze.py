@@ -4,18 +4,22 @@
         --metric=sequence_length --metric=vocabulary_rarity --output=runs/index
 
 The samples are the training rows, which a curriculum draws, or with --of=documents the
-training documents. A run that was killed goes on where it was when it is started again.
+training documents. The metrics loss and perplexity are those of the model of a run,
+named by --model=WORKDIR. A run that was killed goes on where it was when it is started
+again.
 """
 
+import functools
 import hashlib
 import math
 import sys
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import ml_collections
 
-from dataeff_jax import curriculum
+from dataeff_jax import curriculum, training
 from experiments import builders, command_line
 
 KINDS = ("rows", "documents")
@@ -52,24 +56,74 @@ def samples(
     return Samples(records, fingerprint, max_length)
 
 
-def _lexicographic(corpus: builders.Corpus, max_length: int) -> curriculum.Metric:
+class _Asked(NamedTuple):
+    """What the metrics are made from."""
+
+    corpus: builders.Corpus
+    kind: str
+    max_length: int
+    model: str | None  # work directory of a run
+
+
+def _rarity(asked: _Asked) -> curriculum.Metric:
+    return curriculum.vocabulary_rarity(vocab_size=asked.corpus.tokenizer.vocab_size)
+
+
+def _lexicographic(asked: _Asked) -> curriculum.Metric:
     """Length, then rarity, with the power of ten that no rarity of theirs reaches."""
-    num_tokens = max(2, corpus.train.num_targets)
-    rarest = math.log(num_tokens + corpus.tokenizer.vocab_size)
-    bound = 10 ** len(str(math.ceil((max_length + 1) * rarest)))
+    num_tokens = max(2, asked.corpus.train.num_targets)
+    rarest = math.log(num_tokens + asked.corpus.tokenizer.vocab_size)
+    bound = 10 ** len(str(math.ceil((asked.max_length + 1) * rarest)))
     return curriculum.Lexicographic(
-        curriculum.sequence_length(), _rarity(corpus, max_length), bound=bound
+        curriculum.sequence_length(), _rarity(asked), bound=bound
     )
 
 
-def _rarity(corpus: builders.Corpus, max_length: int) -> curriculum.Metric:
-    return curriculum.vocabulary_rarity(vocab_size=corpus.tokenizer.vocab_size)
+def _of_model(
+    make: Callable[..., curriculum.Metric],
+) -> Callable[[_Asked], curriculum.Metric]:
+    """A metric of the model of a run."""
+
+    def metric(asked: _Asked) -> curriculum.Metric:
+        model = _restored(asked)
+        return make(type(model).row_losses, params=model)
+
+    return metric
 
 
-METRICS: dict[str, Callable[[builders.Corpus, int], curriculum.Metric]] = {
-    "sequence_length": lambda corpus, max_length: curriculum.sequence_length(),
+@functools.lru_cache(maxsize=1)
+def _restored(asked: _Asked) -> Any:
+    if asked.model is None:
+        raise ValueError(
+            "loss and perplexity are those of a model; give --model=WORKDIR of a run"
+        )
+    if asked.kind != "rows":
+        raise ValueError(
+            f"a model reads rows of one length, not {asked.kind}; leave out --of"
+        )
+    model: Any = training.restore(asked.model)
+    if not model.causal:
+        raise ValueError(
+            f"{asked.model} holds a {type(model).__name__}, which sees the tokens that "
+            "it predicts; give the work directory of a GPT"
+        )
+    vocab_size = asked.corpus.vocab_size
+    if model.vocab_size != vocab_size or model.max_length < asked.max_length:
+        raise ValueError(
+            f"the model of {asked.model} has {model.vocab_size} words and "
+            f"{model.max_length} positions, this config {vocab_size} and "
+            f"{asked.max_length}; give a run with this config's tokenizer and "
+            "data.seq_len"
+        )
+    return model
+
+
+METRICS: dict[str, Callable[[_Asked], curriculum.Metric]] = {
+    "sequence_length": lambda asked: curriculum.sequence_length(),
     "vocabulary_rarity": _rarity,
     "sequence_length_vocabulary_rarity": _lexicographic,
+    "loss": _of_model(curriculum.model_loss),
+    "perplexity": _of_model(curriculum.model_perplexity),
 }
 
 
@@ -79,9 +133,10 @@ def analyze(
     directory: str,
     *,
     kind: str = "rows",
+    model: str | None = None,
     num_workers: int = 0,
     overwrite: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int, int], None] | None = None,
 ) -> curriculum.DifficultyIndex:
     """Builds the index of a config's training data, or opens what is there.
 
@@ -90,23 +145,33 @@ def analyze(
       metrics: names of ``METRICS``, different ones.
       directory: of the index.
       kind: ``"rows"`` or ``"documents"``.
+      model: work directory of the run whose model gives loss and perplexity.
       num_workers: processes; 0 computes in this one.
       overwrite: replace an index of other data or metrics.
-      progress: called as ``progress(done, total)``.
+      progress: called as ``progress(done, total, num_samples)``; the samples are done
+        once a pass, and ``total / num_samples`` is the number of passes.
 
     Raises:
-      ValueError: for a corpus or a directory that does not serve.
+      ValueError: for a corpus, a model or a directory that does not serve.
     """
+    if model is not None and not {"loss", "perplexity"} & set(metrics):
+        raise ValueError("--model is of the metrics loss and perplexity; ask for one")
     corpus = builders.corpus(config)
     chosen = samples(config, corpus, kind)
+    asked = _Asked(corpus, kind, chosen.max_length, model)
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done, total, len(chosen.records))
+
     return curriculum.analyze(
         chosen.records,
-        [METRICS[name](corpus, chosen.max_length) for name in metrics],
+        [METRICS[name](asked) for name in metrics],
         directory,
         num_workers=num_workers,
         source_fingerprint=chosen.fingerprint,
         overwrite=overwrite,
-        progress=progress,
+        progress=report,
     )
 
 
@@ -131,10 +196,24 @@ def number_text(value: int | float) -> str:
     return f"{value:,.6g}" if isinstance(value, float) else f"{value:,}"
 
 
-def _show(done: int, total: int) -> None:
-    print(f"\ranalyzed {done:,} of {total:,}", end="", file=sys.stderr)
-    if done == total:
-        print(file=sys.stderr)
+class _Line:
+    """The line that tells how far the analysis is, and the time left."""
+
+    def __init__(self, what: str, stream: TextIO, clock=time.monotonic):
+        self._what, self._stream, self._clock = what, stream, clock
+        self._began = clock()
+
+    def __call__(self, done: int, total: int, num_samples: int) -> None:
+        number = -(-done // num_samples)  # passes are done one after the other
+        left = round((self._clock() - self._began) / done * (total - done))
+        self._stream.write(
+            f"\rpass {number} of {total // num_samples}: "
+            f"{done - (number - 1) * num_samples:,} of {num_samples:,} {self._what}, "
+            f"{left // 60}:{left % 60:02} left "
+        )
+        if done == total:
+            self._stream.write("\n")
+        self._stream.flush()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,6 +236,11 @@ def main(argv: list[str] | None = None) -> None:
         action="store_true",
         help="replace an index of other data or metrics",
     )
+    parser.add_argument(
+        "--model",
+        metavar="WORKDIR",
+        help="of the run whose model gives loss and perplexity",
+    )
     flags = command_line.parse(parser, argv)
     try:
         index = analyze(
@@ -164,12 +248,13 @@ def main(argv: list[str] | None = None) -> None:
             flags.metric,
             flags.output,
             kind=flags.of,
+            model=flags.model,
             num_workers=flags.num_workers,
             overwrite=flags.overwrite,
-            progress=_show,
+            progress=_Line(flags.of, sys.stderr),
         )
     except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        parser.exit(2, f"{parser.prog}: {command_line.in_flags(error)}\n")
     print(f"{len(index):,} {flags.of} in {index.directory}")
     print(table(index, (0, 10, 50, 90, 100)))
 
