@@ -23,7 +23,8 @@ help:
 	@echo "make plan       what GPT-3 1.3B needs on 64 H200s, compiled without a GPU"
 	@echo "make verify     the long repeats: kills, device counts (into docs/results)"
 	@echo "make benchmark  speed, with nothing else running (into docs/results);"
-	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it"
+	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it,"
+	@echo "                DEEPSPEED_PYTHON=PATH/bin/python DeepSpeed"
 	@echo "make clean      remove the environments, caches and runs"
 
 $(VENV)/bin/python:
@@ -87,6 +88,8 @@ benchmark: $(VENV)/.dev
 	GLIBC_TUNABLES=$(MALLOC) $(PY) -m benchmarks.training_loop \
 	  --output=docs/results/training_loop.json
 	$(PY) benchmarks/compile_time.py > docs/results/compile_time.json
+	$(PY) -m benchmarks.analyzer $(if $(DEEPSPEED_PYTHON),$\
+	  --peer_python=$(DEEPSPEED_PYTHON)) --output=docs/results/analyzer.json
 
 clean:
 	rm -rf $(VENV) .venv-plan .cache runs docs/_build
