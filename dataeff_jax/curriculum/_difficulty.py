@@ -177,8 +177,19 @@ class _VocabularyRarity(_Masked):
             raise ValueError(f"vocab_size={vocab_size} must be at least 1.")
         self._vocab_size = vocab_size
 
+    @property
+    def _padding_is_a_word(self) -> bool:
+        """Whether padding can be left out of the table, at no cost a token."""
+        return self._padding is not None and 0 <= self._padding < self._vocab_size
+
+    def _counted(self, records: _records.Records):
+        """Return as :meth:`_tokens` does, with padding that the table leaves out."""
+        if self._padding_is_a_word:
+            return *records.flat(self._field), None
+        return self._tokens(records)
+
     def accumulate(self, records: _records.Records) -> np.ndarray:
-        flat, lengths, counted = self._tokens(records)
+        flat, lengths, counted = self._counted(records)
         known = flat if counted is None else flat[counted]
         signed = known.dtype.kind == "i" and len(known) and known.min() < 0
         counts = np.bincount(known[:0] if signed else known, minlength=self._vocab_size)
@@ -190,15 +201,19 @@ class _VocabularyRarity(_Masked):
                 f"Sample {records.start + int(place)} has token {flat[bad]}, outside "
                 f"vocab_size={self._vocab_size}."
             )
+        if self._padding_is_a_word:
+            counts[self._padding] = 0
         return counts
 
     def prepare(self, total: np.ndarray | None) -> np.ndarray:
         counts = np.maximum(np.asarray(total, np.int64), 1)
         rarity = np.log(counts.sum()) - np.log(counts)
+        if self._padding_is_a_word:
+            rarity[self._padding] = 0
         return np.rint(rarity * 2**_FRACTION_BITS).astype(np.int64)
 
     def values(self, records: _records.Records, prepared: Any) -> np.ndarray:
-        flat, lengths, counted = self._tokens(records)
+        flat, lengths, counted = self._counted(records)
         if counted is not None:
             flat = np.where(counted, flat, 0)
         rarity = prepared.take(flat)

@@ -54,11 +54,8 @@ class Work:
     def missing(self, kind: str, places: Sequence[int], number: int) -> list[int]:
         return [p for p in places if not self.part(kind, p, number).exists()]
 
-    def batches(
-        self, number: int, metrics: Sequence[_difficulty.Metric]
-    ) -> Iterator[_records.Records]:
+    def batches(self, number: int, size: int) -> Iterator[_records.Records]:
         start, stop = self.shard(number)
-        size = max(metric.batch_size for metric in metrics)
         for begin in range(start, stop, size):
             yield _records.Records(self.source, begin, min(begin + size, stop))
 
@@ -98,7 +95,9 @@ def _count_shard(work: Work, number: int) -> int:
     counters = list(_counters(work.metrics).values())
     missing = work.missing("counts", range(len(counters)), number)
     totals: dict[int, Any] = dict.fromkeys(missing)
-    for records in work.batches(number, counters) if missing else ():
+    # Four times as many at once: each time a whole vocabulary is added up.
+    size = 4 * max((metric.batch_size for metric in counters), default=1)
+    for records in work.batches(number, size) if missing else ():
         for place in missing:
             counts = np.asarray(counters[place].accumulate(records))
             if counts.dtype.kind not in "iub":
@@ -106,12 +105,21 @@ def _count_shard(work: Work, number: int) -> int:
                     f"{counters[place].name} counts in {counts.dtype}; counts must be "
                     f"integers, so that their sum does not depend on the shards."
                 )
-            before = totals[place]
-            counts = counts.astype(np.int64)
-            totals[place] = counts if before is None else before + counts
+            if totals[place] is None:
+                totals[place] = np.zeros(counts.shape, np.int64)
+            _check_shapes(counters[place], totals[place], counts)
+            totals[place] += counts.astype(np.int64, copy=False)
     for place, total in totals.items():
         _save(work.part("counts", place, number), total)
     return work.num_samples(number)
+
+
+def _check_shapes(metric: _difficulty.Metric, total: Any, counts: np.ndarray) -> None:
+    if total.shape != counts.shape:
+        raise ValueError(
+            f"{metric.name} counts arrays of shapes {total.shape} and {counts.shape}; "
+            f"they must be of one shape."
+        )
 
 
 def _value_shard(work: Work, number: int) -> int:
@@ -125,7 +133,8 @@ def _value_shard(work: Work, number: int) -> int:
         prepared = {p: _prepared(work.metrics[p], totals) for p in missing}
         found: dict[int, list[np.ndarray]] = {place: [] for place in missing}
         chosen = [work.metrics[place] for place in missing]
-        for records in work.batches(number, chosen):
+        size = max(metric.batch_size for metric in chosen)
+        for records in work.batches(number, size):
             for place, metric in zip(missing, chosen, strict=True):
                 values = metric.values(records, prepared[place])
                 found[place].append(_checked(metric, records, values))
@@ -146,6 +155,8 @@ def _checked(
         )
     if found.dtype.kind not in "iufb":
         raise ValueError(f"{metric.name} gave {found.dtype} values, not numbers.")
+    if found.dtype == metric.dtype and found.dtype.kind != "f":
+        return found
     if not np.isfinite(found).all():
         bad = int(np.argmin(np.isfinite(found)))
         raise ValueError(
@@ -171,12 +182,9 @@ def _total(work: Work, num_shards: int) -> None:
         total: Any = None
         for number in range(num_shards):
             counts = np.load(work.part("counts", place, number))
-            if total is not None and total.shape != counts.shape:
-                raise ValueError(
-                    f"{metric.name} counts arrays of shapes {total.shape} and "
-                    f"{counts.shape}; they must be of one shape."
-                )
-            total = counts if total is None else total + counts
+            total = np.zeros_like(counts) if total is None else total
+            _check_shapes(metric, total, counts)
+            total += counts
         _save(work.parts / f"total-{place}.npy", total)
 
 

@@ -123,7 +123,7 @@ def test_two_workers_read_each_record_once_a_pass_a_few_at_a_time(place):
     workers = reads(place, "beam")
     assert len(workers) == 4  # two, started anew for the second pass
     ranges = [one for worker in workers for one in worker]
-    assert all(stop - start <= 64 for start, stop in ranges)
+    assert all(stop - start <= 256 for start, stop in ranges)
     rows = [i for start, stop in ranges for i in range(start, stop)]
     assert sorted(rows) == sorted([*range(1000)] * 2)
 
