@@ -79,6 +79,8 @@ plan: .venv-plan/.stamp
 verify: $(VENV)/.dev
 	$(PY) -m benchmarks.interruptions --kills=20 \
 	  --output=docs/results/interruptions.json
+	$(PY) -m benchmarks.analysis_interruptions --kills=10 \
+	  --output=docs/results/analysis_interruptions.json
 	$(PY) -m benchmarks.device_counts --output=docs/results/device_counts.json
 
 benchmark: $(VENV)/.dev

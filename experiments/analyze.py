@@ -135,6 +135,7 @@ def analyze(
     kind: str = "rows",
     model: str | None = None,
     num_workers: int = 0,
+    shard_size: int = 2**16,
     overwrite: bool = False,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> curriculum.DifficultyIndex:
@@ -147,6 +148,7 @@ def analyze(
       kind: ``"rows"`` or ``"documents"``.
       model: work directory of the run whose model gives loss and perplexity.
       num_workers: processes; 0 computes in this one.
+      shard_size: samples that a process computes, and a killed run loses, at a time.
       overwrite: replace an index of other data or metrics.
       progress: called as ``progress(done, total, num_samples)``; the samples are done
         once a pass, and ``total / num_samples`` is the number of passes.
@@ -169,6 +171,7 @@ def analyze(
         [METRICS[name](asked) for name in metrics],
         directory,
         num_workers=num_workers,
+        shard_size=shard_size,
         source_fingerprint=chosen.fingerprint,
         overwrite=overwrite,
         progress=report,
@@ -232,6 +235,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--num_workers", type=int, default=0, help="processes (0)")
     parser.add_argument(
+        "--shard_size",
+        type=int,
+        default=2**16,
+        metavar="N",
+        help="samples a process computes, and a killed run loses, at a time (65536)",
+    )
+    parser.add_argument(
         "--overwrite",
         action="store_true",
         help="replace an index of other data or metrics",
@@ -250,6 +260,7 @@ def main(argv: list[str] | None = None) -> None:
             kind=flags.of,
             model=flags.model,
             num_workers=flags.num_workers,
+            shard_size=flags.shard_size,
             overwrite=flags.overwrite,
             progress=_Line(flags.of, sys.stderr),
         )

@@ -10,9 +10,11 @@ import io
 import itertools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -209,6 +211,15 @@ _WORK: list[Work] = []  # of a worker process, set once when it starts
 
 def _start_worker(work: Work) -> None:
     _WORK[:] = [work]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool whose owner was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _compute_in_worker(kind: str, number: int) -> int:

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import analysis_interruptions
 from dataeff_jax import curriculum, training
 from experiments import analyze, builders, command_line, inspect, train_lm, verify
 
@@ -94,6 +95,19 @@ def test_the_same_command_again_changes_nothing(folder, index, capsys):
     analyze.main([*data_flags(folder), *BOTH, f"--output={index}"])
     assert contents(index) == before
     assert "100%" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_analysis_killed_at_any_moment_gives_the_bytes_of_an_unbroken_one(
+    folder, tmp_path
+):
+    place = tmp_path / "a place"
+    place.mkdir()
+    flags = (*data_flags(folder), "--shard_size=1")
+    record = analysis_interruptions.run(2, place, flags=flags)
+    assert record["equal"] and not record["left_over"]
+    assert record["killed"] == 2 and record["workers_ended"]
+    assert record["cases"][1]["num_workers"] == 2
 
 
 def test_blanks_in_paths_change_no_byte(folder, index, tmp_path):
