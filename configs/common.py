@@ -28,12 +28,15 @@ def base() -> ml_collections.ConfigDict:
         seq_len=256,
         batch_size=16,  # rows a step over all devices and hosts
         segments="document",  # attention stays in a document; "row": crosses them
+        # Training rows hold documents one after another; False: one document each, cut
+        # at seq_len or filled up.
+        packed=True,
         validation_fraction=0.03,
         num_workers=0,  # processes that prepare batches; 0: threads of this process
         # The share of tokens to predict, for BERT; 0 for a causal model.
         mask_rate=0.0,
     )
-    config.curriculum = None
+    config.curriculum = None  # or curriculum()
     config.model = dict(name="GPT", kwargs=dict())
     config.random_ltd = None
     config.optimizer = dict(
@@ -45,12 +48,19 @@ def base() -> ml_collections.ConfigDict:
     config.schedule = dict(
         name="warmup_cosine_schedule",
         clock="steps",  # or "tokens": fed tokens
+        warmup_clock="",  # "steps" or "tokens" where that of the warm-up differs
         kwargs=dict(peak_value=1e-3, warmup=100, final_ratio=0.1),
     )
     config.zero = None
     config.compression = None
     config.sparsity = None
-    config.train = dict(num_steps=1000, log_every_steps=20)
+    config.train = dict(
+        num_steps=1000,
+        # Above 0: the run ends with the step that reaches so many fed tokens instead.
+        num_tokens=0,
+        log_every_steps=20,
+        max_shapes=32,  # of batches, each of which compiles a step
+    )
     config.eval = dict(
         every_steps=200,
         batch_size=32,
@@ -59,6 +69,50 @@ def base() -> ml_collections.ConfigDict:
     )
     config.checkpoint = dict(every_steps=200, keep=2)
     return config.lock()
+
+
+def curriculum(**changes) -> ml_collections.ConfigDict:
+    """Returns the keys of ``config.curriculum``: defaults, then ``changes``.
+
+    Every batch is drawn from what all metrics admit, and cut to the length of its step.
+    Schedules are named functions of ``dataeff_jax.schedules``; a ``total`` that is a
+    fraction is one of the run at full length.
+    """
+    block = dict(
+        # metric(...) by name: sequence_length, vocabulary_rarity, ...
+        metrics=dict(),
+        length=None,  # or length(...)
+        clock="steps",  # of all schedules here; or "tokens": fed tokens
+        draw="stratified",  # how clusters share a batch; or "parity", "iid"
+        # A directory that `experiments.analyze` wrote; empty: analyzed when needed,
+        # and kept in data.cache_dir.
+        index="",
+        mixture=None,
+    )
+    return ml_collections.ConfigDict({**block, **changes})
+
+
+def metric(schedule: str = "fixed_root_schedule", **changes) -> dict:
+    """Returns the keys of a metric of a curriculum; ``kwargs`` are the schedule's."""
+    block = dict(
+        difficulty_type="percentile",  # or "value", "deepspeed_percentile"
+        schedule=schedule,
+        kwargs=dict(),
+    )
+    return {**block, **changes}
+
+
+def length(mode: str = "truncate", **changes) -> dict:
+    """Returns the keys of a length curriculum; ``kwargs`` are the schedule's."""
+    block = dict(
+        # "truncate", "reshape", "segment", or "trim": to the longest row of a batch.
+        mode=mode,
+        schedule="fixed_linear_schedule",  # empty for "trim"
+        kwargs=dict(),
+        # Lengths are rounded down to multiples (up for "trim"), at most so many.
+        buckets=dict(multiple=64, max_count=8),
+    )
+    return {**block, **changes}
 
 
 def parse_arg(arg: str | None, **defaults):

@@ -9,122 +9,52 @@ named by --model=WORKDIR. A run that was killed goes on where it was when it is 
 again.
 """
 
-import functools
-import hashlib
-import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import ml_collections
 
 from dataeff_jax import curriculum, training
-from experiments import builders, command_line
+from experiments import command_line, corpora, difficulties
 
-KINDS = ("rows", "documents")
-
-
-class Samples(NamedTuple):
-    """What is analyzed: records by position, and what stands for them."""
-
-    records: Any
-    fingerprint: str
-    max_length: int  # of the longest, in tokens
+MODEL_METRICS: dict[str, Callable[..., curriculum.Metric]] = {
+    "loss": curriculum.model_loss,
+    "perplexity": curriculum.model_perplexity,
+}
 
 
-def samples(
-    config: ml_collections.ConfigDict, corpus: builders.Corpus, kind: str
-) -> Samples:
-    """The training rows or documents of a config.
-
-    Args:
-      config: the configuration.
-      corpus: what ``builders.corpus`` made of it.
-      kind: ``"rows"`` or ``"documents"``.
-    """
-    documents: Any = corpus.train.documents  # a subset of a cache
-    settings = config.data
-    # The documents' tokens and their choice and order, and how they are cut.
-    told = [documents.cache.fingerprint, hashlib.sha256(documents.indices).hexdigest()]
-    if kind == "documents":
-        records, max_length = documents, int(documents.lengths.max())
-    else:
-        records, max_length = corpus.train, settings.seq_len
-        told += [settings.seq_len, settings.segments]
-    fingerprint = hashlib.sha256(repr([kind, *told]).encode()).hexdigest()
-    return Samples(records, fingerprint, max_length)
-
-
-class _Asked(NamedTuple):
-    """What the metrics are made from."""
-
-    corpus: builders.Corpus
-    kind: str
-    max_length: int
-    model: str | None  # work directory of a run
-
-
-def _rarity(asked: _Asked) -> curriculum.Metric:
-    return curriculum.vocabulary_rarity(vocab_size=asked.corpus.tokenizer.vocab_size)
-
-
-def _lexicographic(asked: _Asked) -> curriculum.Metric:
-    """Length, then rarity, with the power of ten that no rarity of theirs reaches."""
-    num_tokens = max(2, asked.corpus.train.num_targets)
-    rarest = math.log(num_tokens + asked.corpus.tokenizer.vocab_size)
-    bound = 10 ** len(str(math.ceil((asked.max_length + 1) * rarest)))
-    return curriculum.Lexicographic(
-        curriculum.sequence_length(), _rarity(asked), bound=bound
-    )
-
-
-def _of_model(
-    make: Callable[..., curriculum.Metric],
-) -> Callable[[_Asked], curriculum.Metric]:
-    """A metric of the model of a run."""
-
-    def metric(asked: _Asked) -> curriculum.Metric:
-        model = _restored(asked)
-        return make(type(model).row_losses, params=model)
-
-    return metric
-
-
-@functools.lru_cache(maxsize=1)
-def _restored(asked: _Asked) -> Any:
-    if asked.model is None:
+def _restored(
+    workdir: str | None,
+    corpus: corpora.Corpus,
+    samples: difficulties.Samples,
+    kind: str,
+) -> Any:
+    """The model of a run, if it can read these samples."""
+    if workdir is None:
         raise ValueError(
             "loss and perplexity are those of a model; give --model=WORKDIR of a run"
         )
-    if asked.kind != "rows":
+    if kind != "rows":
         raise ValueError(
-            f"a model reads rows of one length, not {asked.kind}; leave out --of"
+            f"a model reads rows of one length, not {kind}; leave out --of"
         )
-    model: Any = training.restore(asked.model)
+    model: Any = training.restore(workdir)
     if not model.causal:
         raise ValueError(
-            f"{asked.model} holds a {type(model).__name__}, which sees the tokens that "
+            f"{workdir} holds a {type(model).__name__}, which sees the tokens that "
             "it predicts; give the work directory of a GPT"
         )
-    vocab_size = asked.corpus.vocab_size
-    if model.vocab_size != vocab_size or model.max_length < asked.max_length:
+    vocab_size = corpus.vocab_size
+    if model.vocab_size != vocab_size or model.max_length < samples.max_length:
         raise ValueError(
-            f"the model of {asked.model} has {model.vocab_size} words and "
+            f"the model of {workdir} has {model.vocab_size} words and "
             f"{model.max_length} positions, this config {vocab_size} and "
-            f"{asked.max_length}; give a run with this config's tokenizer and "
+            f"{samples.max_length}; give a run with this config's tokenizer and "
             "data.seq_len"
         )
     return model
-
-
-METRICS: dict[str, Callable[[_Asked], curriculum.Metric]] = {
-    "sequence_length": lambda asked: curriculum.sequence_length(),
-    "vocabulary_rarity": _rarity,
-    "sequence_length_vocabulary_rarity": _lexicographic,
-    "loss": _of_model(curriculum.model_loss),
-    "perplexity": _of_model(curriculum.model_perplexity),
-}
 
 
 def analyze(
@@ -143,7 +73,7 @@ def analyze(
 
     Args:
       config: the configuration.
-      metrics: names of ``METRICS``, different ones.
+      metrics: names of ``difficulties.METRICS`` or ``MODEL_METRICS``, different ones.
       directory: of the index.
       kind: ``"rows"`` or ``"documents"``.
       model: work directory of the run whose model gives loss and perplexity.
@@ -156,11 +86,17 @@ def analyze(
     Raises:
       ValueError: for a corpus, a model or a directory that does not serve.
     """
-    if model is not None and not {"loss", "perplexity"} & set(metrics):
+    chosen_metrics = set(metrics) & set(MODEL_METRICS)
+    if model is not None and not chosen_metrics:
         raise ValueError("--model is of the metrics loss and perplexity; ask for one")
-    corpus = builders.corpus(config)
-    chosen = samples(config, corpus, kind)
-    asked = _Asked(corpus, kind, chosen.max_length, model)
+    corpus = corpora.corpus(config)
+    chosen = difficulties.samples(config, corpus, kind)
+    restored: Any = _restored(model, corpus, chosen, kind) if chosen_metrics else None
+
+    def metric(name: str) -> curriculum.Metric:
+        if name in MODEL_METRICS:
+            return MODEL_METRICS[name](type(restored).row_losses, params=restored)
+        return difficulties.METRICS[name](corpus, chosen.max_length)
 
     def report(done: int, total: int) -> None:
         if progress is not None:
@@ -168,7 +104,7 @@ def analyze(
 
     return curriculum.analyze(
         chosen.records,
-        [METRICS[name](asked) for name in metrics],
+        [metric(name) for name in metrics],
         directory,
         num_workers=num_workers,
         shard_size=shard_size,
@@ -226,12 +162,15 @@ def main(argv: list[str] | None = None) -> None:
         "--metric",
         action="append",
         required=True,
-        choices=list(METRICS),
+        choices=[*difficulties.METRICS, *MODEL_METRICS],
         help="a difficulty; give the flag once for each",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="of the index")
     parser.add_argument(
-        "--of", choices=KINDS, default="rows", help="what a sample is (rows)"
+        "--of",
+        choices=difficulties.KINDS,
+        default="rows",
+        help="what a sample is (rows)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="processes (0)")
     parser.add_argument(

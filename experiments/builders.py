@@ -4,17 +4,16 @@ A block ``{name, kwargs}`` is resolved by attribute on a fixed list of namespace
 new optimizer, schedule or model needs no entry here.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import ml_collections
 import optax
 from flax import nnx
 
-from dataeff_jax import data, distributed, models, optimizers, schedules
-from experiments import checks
+from dataeff_jax import distributed, models, optimizers, schedules, training
+from experiments import checks, curricula
 
 # Arguments that a builder passes itself; a config may not set them as well.
 _GIVEN = {
@@ -22,17 +21,6 @@ _GIVEN = {
     "optimizer": ("learning_rate", "mask", "is_stacked"),
     "schedule": ("total",),
 }
-
-
-class Corpus(NamedTuple):
-    """The tokenized documents of a run, as rows to train and to evaluate on."""
-
-    tokenizer: data.Tokenizer
-    fingerprint: str  # of text and tokenizer
-    vocab_size: int  # of the model: the tokenizer's, and a mask token where one is used
-    train: data.PackedRows
-    validation: data.PackedRows
-    transform: Callable[[dict, int], dict] | None  # what becomes of a row when drawn
 
 
 def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
@@ -43,6 +31,8 @@ def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
       problems: sentences about problems that were found earlier.
     """
     problems = [*problems, *checks.schema_problems(config)]
+    if not problems:
+        problems.extend(curricula.problems(config))
     if not problems:
         for block in ("model", "optimizer", "schedule"):
             problems.extend(_block_problems(config, block))
@@ -66,46 +56,6 @@ def mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
     return result
 
 
-def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
-    """Reads, tokenizes (once, then from the cache), splits and packs the documents.
-
-    Args:
-      config: the configuration.
-      progress: called as ``progress(documents_done, num_documents)`` while tokenizing.
-
-    Raises:
-      ValueError: for a corpus that is missing, empty or too small.
-    """
-    settings = config.data
-    source = _source(settings)
-    tokenizer = _tokenizer(settings, source)
-    directory = data.cache_directory(settings.cache_dir, source, tokenizer)
-    cache = data.tokenize(source, tokenizer, directory, progress=progress)
-    train, validation = data.split_documents(
-        cache, validation_fraction=settings.validation_fraction, seed=config.seed
-    )
-    rows = dict(length=settings.seq_len, segments=settings.segments)
-    vocab_size, transform = tokenizer.vocab_size, None
-    if settings.mask_rate:
-        vocab_size += 1
-        transform = functools.partial(
-            data.mask_tokens,
-            seed=config.seed,
-            mask_token=tokenizer.vocab_size,
-            vocab_size=vocab_size,
-            special_tokens=(tokenizer.end_of_text,),
-            mask_rate=settings.mask_rate,
-        )
-    return Corpus(
-        tokenizer,
-        cache.fingerprint,
-        vocab_size,
-        data.PackedRows(train, **rows),
-        data.PackedRows(validation, keep_remainder=True, **rows),
-        transform,
-    )
-
-
 def resolved(config: ml_collections.ConfigDict, *, vocab_size: int) -> dict:
     """The config as plain values, with the model's sizes that the data decides."""
     result = config.to_dict()
@@ -123,13 +73,27 @@ def model(
     return getattr(models, block["name"])(rngs=nnx.Rngs(config.seed), **block["kwargs"])
 
 
-def schedule(config: ml_collections.ConfigDict):
-    """The learning rate as a function of the clock that ``config.schedule`` names."""
-    function = getattr(schedules, config.schedule.name)
-    kwargs = _with_counts(config)
-    if "total" in checks.argument_names(function):
-        kwargs["total"] = _total(config)
-    return function(**kwargs)
+def learning_rate(
+    config: ml_collections.ConfigDict, timeline: training.Timeline
+) -> Callable[[int, int], float]:
+    """The learning rate as ``(step, tokens) -> rate``, both before the step.
+
+    The clock of the decay is ``config.schedule.clock``, that of the warm-up may be the
+    other one: the decay then begins at the step that ends the warm-up.
+    """
+    settings = config.schedule
+    function = checks.resolve(settings.name, "schedule.name", schedules)
+    after = function(**_schedule_arguments(config, timeline))
+    own = settings.warmup_clock or settings.clock
+    warmup = _warmup(config, timeline)
+
+    def rate(step: int, tokens: int) -> float:
+        clocks = {"steps": step, "tokens": tokens}
+        if own != settings.clock and clocks[own] < warmup:
+            return settings.kwargs.peak_value * clocks[own] / warmup
+        return float(after(clocks[settings.clock]))
+
+    return rate
 
 
 def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
@@ -148,17 +112,31 @@ def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
     return optax.chain(*links)
 
 
-def _total(config) -> int:
-    """Length of the run in units of the schedule's clock."""
-    tokens = config.data.batch_size * config.data.seq_len
-    return config.train.num_steps * (tokens if config.schedule.clock == "tokens" else 1)
+def _total(config, timeline: training.Timeline, clock: str) -> int:
+    """Length of the run in units of a clock."""
+    if clock == "steps":
+        return timeline.num_steps
+    return config.train.num_tokens or timeline.tokens(timeline.num_steps)
 
 
-def _with_counts(config) -> dict:
-    """The schedule's arguments, a warm-up given as a fraction turned into a count."""
-    kwargs = dict(config.schedule.kwargs)
+def _warmup(config, timeline: training.Timeline) -> int:
+    """Length of the warm-up in units of its own clock."""
+    own = config.schedule.warmup_clock or config.schedule.clock
+    given = config.schedule.kwargs.get("warmup", 0)
+    return schedules.resolve_duration(given, _total(config, timeline, own))
+
+
+def _schedule_arguments(config, timeline: training.Timeline) -> dict:
+    """The schedule's arguments, durations in units of its clock."""
+    kwargs, clock = dict(config.schedule.kwargs), config.schedule.clock
     if "warmup" in kwargs:
-        kwargs["warmup"] = schedules.resolve_duration(kwargs["warmup"], _total(config))
+        kwargs["warmup"] = _warmup(config, timeline)
+        if config.schedule.warmup_clock not in ("", clock):
+            step_or_tokens = timeline.step_at if clock == "steps" else timeline.tokens
+            kwargs["warmup"] = step_or_tokens(kwargs["warmup"])
+    function = checks.resolve(config.schedule.name, "schedule.name", schedules)
+    if "total" in checks.argument_names(function):
+        kwargs["total"] = _total(config, timeline, clock)
     return kwargs
 
 
@@ -167,12 +145,13 @@ def _block_problems(config, block: str) -> list[str]:
     resolve = {
         "model": lambda: _model_class(name),
         "optimizer": lambda: _optimizer_constructor(name),
-        "schedule": lambda: _resolve(name, block, schedules),
+        "schedule": lambda: checks.resolve(name, "schedule.name", schedules),
     }
     try:
         function = resolve[block]()
-        if block == "schedule":
-            kwargs = _with_counts(config)
+        if block == "schedule" and "warmup" in kwargs:
+            # A fraction of the run becomes a count.
+            kwargs = {**kwargs, "warmup": _warmup(config, curricula.timeline(config))}
         if block == "model":
             kwargs = {"max_length": config.data.seq_len, **kwargs}
     except ValueError as error:
@@ -182,7 +161,7 @@ def _block_problems(config, block: str) -> list[str]:
     )
     if block == "schedule" and not problems:
         try:
-            schedule(config)
+            learning_rate(config, curricula.timeline(config))
         except ValueError as error:
             problems.append(f"schedule.kwargs: {error}")
     return problems
@@ -218,44 +197,17 @@ def _objective_problems(config) -> list[str]:
 
 
 def _model_class(name: str) -> Any:
-    found = _resolve(name, "model", models)
+    found = checks.resolve(name, "model.name", models)
     if "vocab_size" not in checks.argument_names(found):
         raise ValueError(f"model.name={name!r} is no language model; use GPT or BERT")
     return found
 
 
 def _optimizer_constructor(name: str):
-    found = _resolve(name, "optimizer", optimizers, optax)
+    found = checks.resolve(name, "optimizer.name", optimizers, optax)
     if "learning_rate" not in checks.argument_names(found):
         raise ValueError(
             f"optimizer.name={name!r} takes no learning_rate; use an optimizer such "
             "as 'adamw'"
         )
     return found
-
-
-def _resolve(name: str, block: str, *namespaces):
-    for namespace in namespaces:
-        found = getattr(namespace, name, None)
-        if callable(found) and not name.startswith("_"):
-            return found
-    choices = {n for s in namespaces for n in getattr(s, "__all__", dir(s))}
-    raise ValueError(
-        f"{block}.name={name!r} is unknown; {checks.nearest(name, choices)}"
-    )
-
-
-def _source(settings):
-    if settings.name in data.CORPORA:
-        return data.corpus(settings.name)
-    return data.open_source(settings.name, settings.path, field=settings.field)
-
-
-def _tokenizer(settings, source):
-    name = settings.tokenizer.name
-    if name == "bytes":
-        return data.ByteTokenizer()
-    if name == "bpe":
-        size = settings.tokenizer.vocab_size
-        return data.trained_tokenizer(source, size, settings.cache_dir)
-    return data.load_tokenizer(name)

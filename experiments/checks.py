@@ -9,6 +9,7 @@ import math
 import numbers
 import types
 import typing
+from typing import Any
 
 import ml_collections
 
@@ -20,6 +21,36 @@ def schema_problems(config: ml_collections.ConfigDict) -> list[str]:
     """Sentences about unknown or missing keys, wrong types and values out of range."""
     problems = _schema_problems(config, common.base(), "")
     return problems or _value_problems(config)
+
+
+def block_problems(block, schema, prefix: str, free=()) -> list[str]:
+    """Sentences about unknown or missing keys and wrong types of a block.
+
+    Args:
+      block: a ConfigDict.
+      schema: its keys with their defaults.
+      prefix: of its keys, such as ``"curriculum."``.
+      free: names of keys whose values are checked elsewhere.
+    """
+    problems = [
+        f"there is no key {prefix + name!r}; {nearest(name, schema)}"
+        for name in block
+        if name not in schema
+    ]
+    shared = {name: block[name] for name in schema if name in block}
+    checked = {name: None if name in free else schema[name] for name in schema}
+    return problems + _schema_problems(
+        ml_collections.ConfigDict(shared), ml_collections.ConfigDict(checked), prefix
+    )
+
+
+def choice_problems(choices: dict[str, tuple[Any, typing.Sequence[str]]]) -> list[str]:
+    """Sentences about values, by key, that are none of those allowed."""
+    return [
+        f"{key}={value!r}: must be {' or '.join(map(repr, allowed))}"
+        for key, (value, allowed) in choices.items()
+        if value not in allowed
+    ]
 
 
 def unknown_key(config: ml_collections.ConfigDict, key: str) -> str:
@@ -87,6 +118,20 @@ def nearest(name: str, choices) -> str:
     return f"there are {', '.join(sorted(choices))}"
 
 
+def resolve(name: str, key: str, *namespaces) -> Any:
+    """The public function or class called ``name`` of the first namespace that has it.
+
+    Raises:
+      ValueError: that names ``key`` and the nearest name there is.
+    """
+    for namespace in namespaces:
+        found = getattr(namespace, name, None)
+        if callable(found) and not name.startswith("_"):
+            return found
+    choices = {n for s in namespaces for n in getattr(s, "__all__", dir(s))}
+    raise ValueError(f"{key}={name!r} is unknown; {nearest(name, choices)}")
+
+
 def _parameters(function):
     """The parameters; of a class those of its ``__init__``.
 
@@ -142,6 +187,7 @@ def _value_problems(config) -> list[str]:
         "optimizer.accumulation_steps",
         "train.num_steps",
         "train.log_every_steps",
+        "train.max_shapes",
         "eval.every_steps",
         "eval.batch_size",
         "checkpoint.every_steps",
@@ -173,11 +219,18 @@ def _value_problems(config) -> list[str]:
         )
     if not 0 <= config.data.mask_rate < 1:
         problems.append(f"data.mask_rate={config.data.mask_rate}: must lie in [0, 1)")
-    if config.schedule.clock not in ("steps", "tokens"):
+    clocks = ("steps", "tokens")
+    warmup_clock = config.schedule.warmup_clock
+    problems += choice_problems({"schedule.clock": (config.schedule.clock, clocks)})
+    problems += choice_problems(
+        {"schedule.warmup_clock": (warmup_clock, (*clocks, ""))}
+    )
+    if config.train.num_tokens < 0:
         problems.append(
-            f"schedule.clock={config.schedule.clock!r}: must be 'steps' or 'tokens'"
+            f"train.num_tokens={config.train.num_tokens}: must be 0 (train.num_steps "
+            "ends the run) or more"
         )
-    for block in ("curriculum", "random_ltd", "zero", "compression", "sparsity"):
+    for block in ("random_ltd", "zero", "compression", "sparsity"):
         if config[block] is not None:
             problems.append(f"{block} is not available in this version; leave it None")
     return problems

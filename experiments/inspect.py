@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 
 from dataeff_jax import curriculum
-from experiments import analyze, builders, command_line
+from experiments import analyze, command_line, corpora, difficulties
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 
@@ -51,7 +51,7 @@ def plot(index: curriculum.DifficultyIndex, path: str | pathlib.Path) -> pathlib
 
 def samples_of(
     config: ml_collections.ConfigDict,
-    corpus: builders.Corpus,
+    corpus: corpora.Corpus,
     index: curriculum.DifficultyIndex,
 ) -> Any:
     """The records that were analyzed, rows or documents, by their fingerprint.
@@ -59,8 +59,8 @@ def samples_of(
     Raises:
       ValueError: where the index is of other data than the config's.
     """
-    for kind in analyze.KINDS:
-        found = analyze.samples(config, corpus, kind)
+    for kind in difficulties.KINDS:
+        found = difficulties.samples(config, corpus, kind)
         if found.fingerprint == index.manifest["source"]:
             return found.records
     raise ValueError(
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
         metrics = flags.metric or list(index.metrics)
         for metric in metrics:
             index.values(metric)  # an unknown one is told with the known ones
-        corpus = builders.corpus(flags.config)
+        corpus = corpora.corpus(flags.config)
         records = samples_of(flags.config, corpus, index)
         directory = index.directory.resolve()
         output = flags.output or directory.with_name(f"{directory.name}.png")

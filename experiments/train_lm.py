@@ -28,7 +28,14 @@ from flax import nnx
 
 import dataeff_jax
 from dataeff_jax import data, distributed, models, training
-from experiments import builders, command_line, ngram_baselines
+from experiments import (
+    builders,
+    command_line,
+    corpora,
+    curricula,
+    difficulties,
+    ngram_baselines,
+)
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +95,16 @@ def set_up(
     workdir = pathlib.Path(workdir).absolute()
 
     # Data.
-    corpus = builders.corpus(config, progress=_tokenizing)
+    corpus = corpora.corpus(config, progress=_tokenizing)
     resolved = builders.resolved(config, vocab_size=corpus.vocab_size)
     # A file may hold another text than when the run began.
     resolved["data"]["fingerprint"] = corpus.fingerprint
+    index = None
+    if config.curriculum is not None and config.curriculum.metrics:
+        index = difficulties.index(config, corpus, progress=_analyzing)
+    plan = curricula.build(config, corpus, index=index)
+    if plan.order is not None:
+        resolved["curriculum"]["fingerprint"] = plan.order.fingerprint
     distributed.check_agreement(
         training.config_hash(resolved, free=("data.cache_dir",)),
         what="config or corpus",
@@ -145,14 +158,15 @@ def set_up(
         model=model,
         loss_fn=loss_fn,
         step_fn=step_fn,
-        schedule=builders.schedule(config),
+        plan=plan,
+        learning_rate_at=builders.learning_rate(config, plan.timeline),
         checkpoints=checkpoints,
         restored=restored is not None,
         state=state,
         step=loop["step"],
         ledger=training.Ledger.from_json(loop["ledger"]),
         seconds=loop["seconds"],
-        logged=(loop["step"], loop["seconds"]),
+        logged=(loop["step"], loop["seconds"], loop["ledger"]["tokens"]),
     )
 
 
@@ -163,11 +177,12 @@ class Run:
     config: ml_collections.ConfigDict
     resolved: dict[str, Any]
     workdir: pathlib.Path
-    corpus: builders.Corpus
+    corpus: corpora.Corpus
     model: models.GPT | models.BERT  # shapes only; the parameters are in `state`
     loss_fn: Callable[..., Any]
-    step_fn: Any  # jitted; compiled ahead when training starts
-    schedule: Callable[[int], float]
+    step_fn: Any  # jitted; compiled ahead for every shape
+    plan: curricula.Curriculum
+    learning_rate_at: Callable[[int, int], float]
     checkpoints: training.Checkpoints
     restored: bool
     # Where it stands.
@@ -175,7 +190,7 @@ class Run:
     step: int  # steps done
     ledger: training.Ledger
     seconds: float  # spent on steps; compiling, evaluating and saving left out
-    logged: tuple[int, float]  # step and seconds of the last line
+    logged: tuple[int, float, int]  # step, seconds and tokens of the last line
     data_seconds: float = 0.0  # of this session, blocked on the next batch
     learning_rate: float = 0.0  # of the last step
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)  # unread metrics
@@ -187,27 +202,28 @@ class Run:
         profile_steps: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
         """Takes the steps that are left, then writes the plots and the summary."""
-        num_steps = self.config.train.num_steps
+        num_steps = self.plan.timeline.num_steps
         logger = training.MetricsLogger(
             self.workdir, restored_step=self.step if self.restored else None
         )
         profile = _Profile(profile_steps, self.workdir / "profile")
         prefetch = contextlib.closing(self._prefetch())
-        with self.checkpoints, logger, profile, prefetch as batches:
+        executables = self._executables()
+        with self.checkpoints, logger, profile, executables, prefetch as batches:
             if not self.restored:
                 watch.report(0, "evaluate")
                 start = {**self.ledger.to_json(), "seconds": 0.0}
                 logger.log(0, start | self.evaluate())
             if self.step < num_steps:
                 watch.report(self.step, "compile")
-                self._compile()
+                executables.get(self.plan.timeline[self.step].shape)
             # The clocks start here: compiling is no part of the rate.
             progress = training.Progress(num_steps, start=self.step)
             began = time.monotonic()
             while self.step < num_steps and not watch.stop_requested(self.step):
                 watch.report(self.step, "train")
                 profile.before(self.step)
-                self._take_step(batches)
+                self._take_step(batches, executables)
                 profile.after(self.step, self.state)
                 due = self._due()
                 if due:
@@ -255,16 +271,13 @@ class Run:
         return self._batches(jax.process_index(), jax.process_count())
 
     def _batches(self, process_index: int, process_count: int) -> Any:
-        batch_size = self.config.data.batch_size
-        return data.batches(
-            self.corpus.train,
-            batch_size=batch_size,
-            seed=self.config.seed,
+        return self.plan.batches(
+            self.config,
+            self.corpus,
             process_index=process_index,
             process_count=process_count,
             # Not 0 where an earlier session had another batch size.
-            first_sample=self.ledger.samples - self.step * batch_size,
-            transform=self.corpus.transform,
+            first_sample=self.ledger.samples - self.step * self.config.data.batch_size,
         )
 
     def _prefetch(self):
@@ -274,37 +287,55 @@ class Run:
             num_workers=self.config.data.num_workers,
         )
 
-    def _compile(self) -> None:
-        """Compiles the step before the clock of the run starts."""
-        began = time.monotonic()
-        batch = distributed.shard_batch(self.batches[self.step])
-        lowered = self.step_fn.lower(
-            self.state, batch, self.key, learning_rate=np.float32(0)
-        )
-        self.step_fn = lowered.compile()
-        log.info("compiled the step in %.1f s", time.monotonic() - began)
+    def _executables(self) -> training.Executables:
+        """The step for every shape that is left, the next ones compiled meanwhile."""
+        mesh, timeline, start = jax.sharding.get_mesh(), self.plan.timeline, self.step
+        shapes = timeline.shapes(start) if start < timeline.num_steps else []
+        state = jax.tree.map(_abstract, self.state)
+        batches = self.batches
+        if len(shapes) > 1:
+            told = ", ".join(f"{rows} x {length}" for rows, length, _ in shapes)
+            log.info("the step compiles for %d shapes: %s", len(shapes), told)
 
-    def _take_step(self, batches) -> None:
+        def compile(shape):
+            batch = batches[timeline.first_step(shape, start)]
+            began = time.monotonic()
+            with jax.set_mesh(mesh):
+                lowered = self.step_fn.lower(
+                    state,
+                    distributed.shard_batch(batch),
+                    self.key,
+                    learning_rate=np.float32(0),
+                )
+                program = lowered.compile()
+            seconds = time.monotonic() - began
+            log.info("compiled the step for %d x %d in %.1f s", *shape[:2], seconds)
+            return program
+
+        return training.Executables(compile, shapes)
+
+    def _take_step(self, batches, executables: training.Executables) -> None:
         """Gives the device one more step; does not wait for it."""
         began = time.monotonic()
         batch = next(batches)
         self.data_seconds += time.monotonic() - began
-        clock = {"steps": self.step, "tokens": self.ledger.tokens}
-        self.learning_rate = float(self.schedule(clock[self.config.schedule.clock]))
-        self.state, metrics = self.step_fn(
+        feed = self.plan.timeline[self.step]
+        self.learning_rate = self.learning_rate_at(self.step, self.ledger.tokens)
+        self.state, metrics = executables.get(feed.shape)(
             self.state,
             distributed.shard_batch(batch),
             self.key,
             learning_rate=np.float32(self.learning_rate),
         )
+        if self.step == self.plan.timeline.last_step(feed.shape):
+            executables.discard(feed.shape)
         self.step += 1
         self.pending[self.step] = metrics
-        rows, length = self.config.data.batch_size, self.config.data.seq_len
         self.ledger = self.ledger.add(
-            samples=rows,
-            tokens=rows * length,
-            layer_tokens=rows * length * self.model.num_layers,
-            flops=rows * self.model.train_flops(length),
+            samples=feed.samples,
+            tokens=feed.tokens,
+            layer_tokens=feed.tokens * self.model.num_layers,
+            flops=feed.rows * self.model.train_flops(feed.row_length),
         )
         # Bounds what is queued on the device without ever leaving it idle.
         jax.block_until_ready(self.pending.get(self.step - STEPS_IN_FLIGHT))
@@ -316,7 +347,7 @@ class Run:
             "evaluate": self.config.eval.every_steps,
             "save": self.config.checkpoint.every_steps,
         }
-        last = self.step == self.config.train.num_steps
+        last = self.step == self.plan.timeline.num_steps
         return {name for name, steps in every.items() if last or not self.step % steps}
 
     def _settle(self) -> dict[str, float]:
@@ -338,20 +369,24 @@ class Run:
             "learning_rate": self.learning_rate,
             **self.ledger.to_json(),
         }
+        if self.config.curriculum is not None:
+            line["length"] = self.plan.timeline[self.step - 1].length
+            line |= curricula.difficulties_at(self.plan.order, self.step - 1)
         if "evaluate" in due:
             watch.report(self.step, "evaluate")
             line |= self.evaluate()
         progress.update(self.step, loss=line["loss"])
         if due & {"log", "evaluate"}:
-            steps, seconds = self.step - self.logged[0], self.seconds - self.logged[1]
-            rate = steps / seconds if seconds else 0.0
-            self.logged = self.step, self.seconds
-            tokens = self.config.data.batch_size * self.config.data.seq_len
+            now = self.step, self.seconds, self.ledger.tokens
+            steps, seconds, tokens = (
+                a - b for a, b in zip(now, self.logged, strict=True)
+            )
+            self.logged = now
             line |= {
                 "seconds": self.seconds,
                 "data_seconds": self.data_seconds,
-                "steps_per_second": rate,
-                "tokens_per_second": rate * tokens,
+                "steps_per_second": steps / seconds if seconds else 0.0,
+                "tokens_per_second": tokens / seconds if seconds else 0.0,
             }
             logger.log(self.step, line)
         if "save" in due:
@@ -376,7 +411,7 @@ class Run:
         plot = training.plot_runs(runs, self.workdir / "loss.png")
         summary = training.summary_table(runs)
         evaluated = any("validation_loss" in record for record in records)
-        ended = self.step >= self.config.train.num_steps and evaluated
+        ended = self.step >= self.plan.timeline.num_steps and evaluated
         if self.config.eval.compare_with_ngrams and ended:
             summary += "\n\n" + _ngram_table(self.corpus, records)
         (self.workdir / "summary.txt").write_text(summary + "\n")
@@ -414,7 +449,7 @@ def _norm(params):
     return optax.tree.norm(params)
 
 
-def _ngram_table(corpus: builders.Corpus, records) -> str:
+def _ngram_table(corpus: corpora.Corpus, records) -> str:
     """What counting reaches on the same validation tokens, beside the model."""
     streams = (corpus.train.documents, corpus.validation.documents)
     losses = ngram_baselines.ngram_losses(
@@ -430,6 +465,16 @@ def _ngram_table(corpus: builders.Corpus, records) -> str:
     }
     lines = [f"  {name:<28} {loss:6.3f}" for name, loss in rows.items()]
     return "validation loss, nats a token:\n" + "\n".join(lines)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _analyzing(done: int, total: int) -> None:
+    print(f"\ranalyzed {done:,} of {total:,}", end="", file=sys.stderr)
+    if done == total:
+        print(file=sys.stderr)
 
 
 def _tokenizing(done: int, total: int) -> None:

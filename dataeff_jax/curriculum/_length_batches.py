@@ -29,6 +29,17 @@ class _Shorten:
         return self._lengths.shorten(batch, step=step)
 
 
+def _with_all_fields(batch: typing.Batch, field: str) -> typing.Batch:
+    """Add what :func:`segment` adds at some lengths, so that all steps are alike."""
+    shape = batch[field].shape[:2]
+    added = {
+        "segment_ids": np.ones(shape, np.int32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "weights": np.ones(shape, np.float32),
+    }
+    return {**added, **batch}
+
+
 def _with_length(batch: typing.Batch, length: int, field: str) -> typing.Batch:
     rows, size = batch[field].shape[:2]
     return {**batch, "length": np.full(rows, min(length, size), np.int64)}
@@ -111,11 +122,14 @@ class LengthCurriculum:
         """Return the batch of a step at its length.
 
         The new field ``length`` int64[rows] is the step's, or that of the batch where
-        it is shorter; with ``mode="segment"`` the pieces have it.
+        it is shorter; with ``mode="segment"`` the pieces have it, and batches of all
+        steps have ``segment_ids``, ``positions`` and ``weights``.
         """
         length = self.length_at(step)
         change = _MODES[self._mode]
         short = change(batch, length=length, field=self._field, axes=self._axes)
+        if self._mode == "segment":
+            short = _with_all_fields(short, self._field)
         return _with_length(short, length, self._field)
 
 

@@ -1,5 +1,7 @@
 """One mesh axis for data parallelism, and moving batches and parameters onto it."""
 
+import fnmatch
+
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -8,8 +10,8 @@ from jax.experimental import multihost_utils
 
 from dataeff_jax import typing
 
-# Values that only the host reads, such as 64-bit ids: they never go to a device.
-HOST_KEYS = ("sample_id",)
+# Fields that only the host reads, such as 64-bit ids: they never go to a device.
+HOST_KEYS = ("sample_id", "step", "length", "corpus", "difficulty_*")
 
 
 def data_mesh(
@@ -157,6 +159,26 @@ def _check_width(name: str, array: np.ndarray) -> None:
         )
 
 
+def device_fields(batch: typing.Batch) -> typing.Batch:
+    """Leaves out of a batch what only the host reads, by ``HOST_KEYS``.
+
+    Args:
+      batch: arrays by name.
+
+    Returns:
+      The fields that go to devices.
+
+    Example:
+      >>> sorted(device_fields({"tokens": 0, "sample_id": 1, "difficulty_length": 2}))
+      ['tokens']
+    """
+    return {
+        name: value
+        for name, value in batch.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in HOST_KEYS)
+    }
+
+
 def shard_batch(
     batch: typing.Batch,
     mesh: jax.sharding.Mesh | None = None,
@@ -166,8 +188,9 @@ def shard_batch(
     """Cuts a host's rows over its devices and joins the hosts' parts to global arrays.
 
     With P processes host h gives rows ``[h * B / P, (h + 1) * B / P)`` of the global
-    batch, and each device holds a contiguous part of them. Keys that only the host
-    reads (``sample_id``) are left out.
+    batch, and each device holds a contiguous part of them. Fields that only the host
+    reads are left out: ``sample_id``, ``step``, ``length``, ``corpus`` and
+    ``difficulty_*``.
 
     Args:
       batch: this host's rows, NumPy arrays ``[B / P, ...]`` of at most 32 bits.
@@ -199,7 +222,7 @@ def shard_batch(
             sharding, local, (rows, *local.shape[1:])
         )
 
-    return {k: put(k, v) for k, v in batch.items() if k not in HOST_KEYS}
+    return {name: put(name, value) for name, value in device_fields(batch).items()}
 
 
 def to_host(tree: typing.PyTree) -> typing.PyTree:

@@ -14,6 +14,7 @@ from dataeff_jax.training._config import (
     read_config,
 )
 from dataeff_jax.training._evaluate import evaluate
+from dataeff_jax.training._executables import Executables
 from dataeff_jax.training._finite import check_finite
 from dataeff_jax.training._ledger import Ledger
 from dataeff_jax.training._logging import (
@@ -32,6 +33,7 @@ from dataeff_jax.training._step import (
     read_pending,
     row_keys,
 )
+from dataeff_jax.training._timeline import Feed, Timeline
 
 __all__ = [
     "CHECKPOINT_DIRECTORY",
@@ -39,9 +41,12 @@ __all__ = [
     "METRICS_FILE",
     "WALL_CLOCK_FIELDS",
     "Checkpoints",
+    "Executables",
+    "Feed",
     "Ledger",
     "MetricsLogger",
     "Progress",
+    "Timeline",
     "TrainState",
     "check_finite",
     "check_same_config",

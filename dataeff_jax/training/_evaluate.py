@@ -73,7 +73,7 @@ def evaluate(
         if axis_name is not None:
             batch = distributed.shard_batch(batch, axis_name=axis_name)
         else:
-            batch = {k: v for k, v in batch.items() if k not in distributed.HOST_KEYS}
+            batch = distributed.device_fields(batch)
         sums.append(_loss_sums(params, batch, loss_fn=loss_fn, axis_name=axis_name))
     if not sums:
         raise ValueError("there is no batch to evaluate on; the data set is empty.")

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import analysis_interruptions
 from dataeff_jax import curriculum, training
-from experiments import analyze, builders, command_line, inspect, train_lm, verify
+from experiments import analyze, command_line, corpora, inspect, train_lm, verify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = "--config=configs/gpt_baseline.py:tiny"
@@ -87,7 +87,7 @@ def test_the_line_of_progress_tells_the_pass_and_the_time_left():
 def training_rows(folder):
     parser = command_line.parser("test")
     config = command_line.parse(parser, list(data_flags(folder))).config
-    return builders.corpus(config).train
+    return corpora.corpus(config).train
 
 
 def test_the_same_command_again_changes_nothing(folder, index, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import builders, command_line
+from experiments import builders, command_line, curricula
 
 BASELINE = "configs/gpt_baseline.py:tiny"
 
@@ -36,8 +36,8 @@ def test_overrides_take_the_type_of_the_default():
 
 def test_a_warm_up_may_be_a_fraction_of_the_run():
     config = parse("--config.schedule.kwargs.warmup=0.25").config
-    schedule = builders.schedule(config)
-    assert schedule(5) == max(map(schedule, range(21)))
+    rate = builders.learning_rate(config, curricula.timeline(config))
+    assert rate(5, 0) == max(rate(step, 0) for step in range(21))
 
 
 def test_an_argument_of_a_block_may_be_added():
@@ -64,7 +64,7 @@ def test_an_argument_of_a_block_may_be_added():
         ("--config.model.kwargs.num_layer=4", "did you mean 'num_layers'"),
         ("--config.model.kwargs.num_layers='4'", "expected an integer"),
         ("--config.data.seq_len=0", "at least 1"),
-        ("--config.curriculum=1", "curriculum is not available"),
+        ("--config.random_ltd=1", "random_ltd is not available"),
         ("--config.model.kwargs.max_length=16", "exceeds the model's 16 positions"),
         ("--config.model.kwargs.vocab_size=16", "set elsewhere"),
         ("--config.mesh=1", "expected a dict"),

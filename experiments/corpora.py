@@ -1,0 +1,79 @@
+"""The text of a config: read, tokenized, split and packed into rows."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ml_collections
+
+from dataeff_jax import curriculum, data
+
+
+class Corpus(NamedTuple):
+    """The tokenized documents of a run, as rows to train and to evaluate on."""
+
+    tokenizer: data.Tokenizer
+    fingerprint: str  # of text and tokenizer
+    vocab_size: int  # of the model: the tokenizer's, and a mask token where one is used
+    train: data.PackedRows | curriculum.DocumentRows
+    validation: data.PackedRows
+    transform: Callable[[dict, int], dict] | None  # what becomes of a row when drawn
+
+
+def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
+    """Reads, tokenizes (once, then from the cache), splits and packs the documents.
+
+    Args:
+      config: the configuration.
+      progress: called as ``progress(documents_done, num_documents)`` while tokenizing.
+
+    Raises:
+      ValueError: for a corpus that is missing, empty or too small.
+    """
+    settings = config.data
+    source = _source(settings)
+    tokenizer = _tokenizer(settings, source)
+    directory = data.cache_directory(settings.cache_dir, source, tokenizer)
+    cache = data.tokenize(source, tokenizer, directory, progress=progress)
+    train, validation = data.split_documents(
+        cache, validation_fraction=settings.validation_fraction, seed=config.seed
+    )
+    rows = dict(length=settings.seq_len, segments=settings.segments)
+    vocab_size, transform = tokenizer.vocab_size, None
+    if settings.mask_rate:
+        vocab_size += 1
+        transform = functools.partial(
+            data.mask_tokens,
+            seed=config.seed,
+            mask_token=tokenizer.vocab_size,
+            vocab_size=vocab_size,
+            special_tokens=(tokenizer.end_of_text,),
+            mask_rate=settings.mask_rate,
+        )
+    return Corpus(
+        tokenizer,
+        cache.fingerprint,
+        vocab_size,
+        data.PackedRows(train, **rows)
+        if settings.packed
+        else curriculum.DocumentRows(train, length=settings.seq_len),
+        # All configs are evaluated on the same rows.
+        data.PackedRows(validation, keep_remainder=True, **rows),
+        transform,
+    )
+
+
+def _source(settings):
+    if settings.name in data.CORPORA:
+        return data.corpus(settings.name)
+    return data.open_source(settings.name, settings.path, field=settings.field)
+
+
+def _tokenizer(settings, source):
+    name = settings.tokenizer.name
+    if name == "bytes":
+        return data.ByteTokenizer()
+    if name == "bpe":
+        size = settings.tokenizer.vocab_size
+        return data.trained_tokenizer(source, size, settings.cache_dir)
+    return data.load_tokenizer(name)

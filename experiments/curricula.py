@@ -1,0 +1,356 @@
+"""From a configuration to its curriculum: what every step draws and feeds."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import grain
+import ml_collections
+import numpy as np
+
+from configs import common
+from dataeff_jax import curriculum, data, schedules, training
+from experiments import checks, corpora, difficulties
+
+CLOCKS = ("steps", "tokens")
+
+
+class Curriculum(NamedTuple):
+    """What every step of a run draws and feeds, known before the run."""
+
+    timeline: training.Timeline
+    order: curriculum.SampleOrder | None  # None: every row once an epoch
+    lengths: Any  # a LengthCurriculum or Trimming; None: full rows
+
+    def batches(
+        self,
+        config: ml_collections.ConfigDict,
+        corpus: corpora.Corpus,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+        first_sample: int = 0,
+    ) -> grain.MapDataset:
+        """The batch of every step, this process's rows; see ``data.batches``."""
+        process = dict(process_index=process_index, process_count=process_count)
+        if self.order is not None:
+            result = curriculum.batches(
+                corpus.train, self.order, transform=corpus.transform, **process
+            )
+        else:
+            result = data.batches(
+                corpus.train,
+                batch_size=config.data.batch_size,
+                seed=config.seed,
+                first_sample=first_sample,
+                transform=corpus.transform,
+                **process,
+            )
+        return result if self.lengths is None else self.lengths.batches(result)
+
+
+def build(
+    config: ml_collections.ConfigDict,
+    corpus: corpora.Corpus,
+    *,
+    index: curriculum.DifficultyIndex | None = None,
+) -> Curriculum:
+    """What a config's steps draw and feed.
+
+    Args:
+      config: the configuration.
+      corpus: what ``corpora.corpus`` made of it.
+      index: the difficulties, needed where the curriculum has metrics.
+
+    Raises:
+      ValueError: a schedule that does not serve, or more shapes than
+        ``config.train.max_shapes``.
+    """
+    settings = config.curriculum
+    planned = timeline(config)
+    order, lengths = None, None
+    if settings is not None and settings.metrics:
+        if index is None:
+            raise ValueError("curriculum.metrics need an index; pass one")
+        order = curriculum.SampleOrder(
+            index,
+            _criteria(config, planned),
+            batch_size=config.data.batch_size,
+            seed=config.seed,
+            draw=settings.draw,
+            step_offset=0 if settings.clock == "tokens" else 1,
+            num_steps=planned.num_steps,
+        )
+    if settings is not None and settings.length:
+        if settings.length.mode == "trim":
+            lengths = _trimming(config, index, order)
+            planned = _timeline(config, lambda step, tokens: lengths.length_at(step))
+        else:
+            lengths = _length_curriculum(settings.length.mode, planned)
+    _check_shapes(config, planned)
+    return Curriculum(planned, order, lengths)
+
+
+def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
+    """What every step feeds, from the config alone: no sample decides a length.
+
+    Lengths that samples decide, those of mode "trim", are taken as full.
+
+    Raises:
+      ValueError: a schedule that gives something else than lengths.
+    """
+    settings = config.curriculum
+    if settings is None or not settings.length or settings.length.mode == "trim":
+        return _timeline(config, lambda step, tokens: config.data.seq_len)
+    pacing = _bucketed(config)
+    if settings.clock == "tokens":
+        return _timeline(config, lambda step, tokens: pacing(tokens))
+    # The original's curricula count from 1.
+    return _timeline(config, lambda step, tokens: pacing(step + 1))
+
+
+def buckets(max_length: int, settings: Any, *, min_length: int | None = None):
+    """The lengths that ``settings`` allows: given, or multiples up to the maximum."""
+    if not isinstance(settings, ml_collections.ConfigDict):
+        return tuple(settings)
+    return schedules.length_buckets(
+        min_length or min(settings.multiple, max_length),
+        max_length=max_length,
+        multiple=settings.multiple,
+        max_count=settings.max_count,
+    )
+
+
+def problems(config: ml_collections.ConfigDict) -> list[str]:
+    """Sentences about what is wrong with ``config.curriculum``, before any work."""
+    settings = config.curriculum
+    if settings is None:
+        return []
+    if not isinstance(settings, ml_collections.ConfigDict):
+        return [f"curriculum={settings!r}: expected a block of keys, or None"]
+    found = checks.block_problems(
+        settings, common.curriculum(), "curriculum.", ("metrics",)
+    )
+    if found:
+        return found
+    found = checks.choice_problems(
+        {
+            "curriculum.clock": (settings.clock, CLOCKS),
+            "curriculum.draw": (settings.draw, ("stratified", "parity", "iid")),
+        }
+    )
+    if settings.mixture is not None:
+        found.append("curriculum.mixture is not available in this version")
+    if not settings.metrics and settings.length is None:
+        found.append(
+            "curriculum has neither metrics nor a length; give one, or "
+            "--config.curriculum=None"
+        )
+    for name, block in settings.metrics.items():
+        found.extend(_metric_problems(config, name, block))
+    if settings.length is not None:
+        found.extend(_length_problems(config))
+    return found
+
+
+def _metric_problems(config, name: str, block: Any) -> list[str]:
+    where = f"curriculum.metrics.{name}"
+    if name not in difficulties.METRICS and not config.curriculum.index:
+        hint = checks.nearest(name, difficulties.METRICS)
+        return [f"{where} is no metric; {hint} (or give curriculum.index)"]
+    found = _block_problems(config, block, common.metric(), where)
+    if not found:
+        try:
+            curriculum.Criterion(_schedule(config, block), block.difficulty_type)
+        except ValueError as error:
+            found.append(f"{where}: {error}")
+    return found
+
+
+def _length_problems(config) -> list[str]:
+    where, block = "curriculum.length", config.curriculum.length
+    if isinstance(block, ml_collections.ConfigDict) and block.get("mode") == "trim":
+        return _trim_problems(config, block)
+    found = _block_problems(config, block, common.length(), where)
+    if found:
+        return found
+    modes = ("truncate", "reshape", "segment", "trim")
+    found = checks.choice_problems({f"{where}.mode": (block.mode, modes)})
+    if not config.data.packed:
+        found.append(
+            f"{where}.mode={block.mode!r} cuts packed rows; rows of one document "
+            "(data.packed=False) take 'trim'"
+        )
+    try:
+        longest = getattr(_schedule(config, block), "max_difficulty", None)
+        if longest is not None and longest > config.data.seq_len:
+            found.append(
+                f"{where}.kwargs.max_difficulty={longest} exceeds data.seq_len="
+                f"{config.data.seq_len}, the length of the rows"
+            )
+        if not found:
+            _check_shapes(config, timeline(config))
+    except ValueError as error:
+        found.append(f"{where}: {error}")
+    return found
+
+
+def _trim_problems(config, block) -> list[str]:
+    where = "curriculum.length"
+    found = checks.block_problems(block, common.length(), where + ".", ("buckets",))
+    if config.data.packed:
+        found.append(
+            f"{where}.mode='trim' cuts padding, but packed rows have none; set "
+            "data.packed=False"
+        )
+    if config.curriculum.clock == "tokens":
+        found.append(
+            f"{where}.mode='trim' draws before it knows the tokens, so "
+            "curriculum.clock must be 'steps'"
+        )
+    if config.train.num_tokens:
+        found.append(f"{where}.mode='trim' needs train.num_steps, not num_tokens")
+    if "sequence_length" not in config.curriculum.metrics:
+        found.append(
+            f"{where}.mode='trim' needs curriculum.metrics.sequence_length, which "
+            "tells how long rows are"
+        )
+    return found
+
+
+def _block_problems(config, block, schema: dict, where: str) -> list[str]:
+    """Problems of the keys of a block with a schedule, and of its arguments."""
+    if not isinstance(block, ml_collections.ConfigDict):
+        return [f"{where}={block!r}: expected a block of keys"]
+    found = checks.block_problems(block, schema, where + ".", ("buckets",))
+    if found:
+        return found
+    try:
+        function = checks.resolve(block.schedule, where + ".schedule", schedules)
+    except ValueError as error:
+        return [str(error)]
+    try:
+        kwargs = _kwargs(config, block)
+    except ValueError as error:
+        return [f"{where}.kwargs.total: {error}"]
+    found = checks.argument_problems(function, kwargs, where=f"{where}.kwargs")
+    if not found:
+        try:
+            _schedule(config, block)
+        except ValueError as error:
+            found = [f"{where}.kwargs: {error}"]
+    return found
+
+
+def _kwargs(config, block) -> dict:
+    """The schedule's arguments, a total that is a fraction turned into a count."""
+    kwargs: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list | tuple) else value
+        for name, value in block.kwargs.items()
+    }
+    if "total" in kwargs:
+        row = config.data.batch_size * config.data.seq_len
+        tokens = config.train.num_tokens or config.train.num_steps * row
+        steps = -(-tokens // row)
+        length = tokens if config.curriculum.clock == "tokens" else steps
+        kwargs["total"] = schedules.resolve_duration(kwargs["total"], length)
+    return kwargs
+
+
+def _schedule(config, block):
+    function = checks.resolve(block.schedule, "curriculum schedule", schedules)
+    return function(**_kwargs(config, block))
+
+
+def _bucketed(config):
+    """The length of a clock, snapped down to the buckets."""
+    block = config.curriculum.length
+    pacing = _schedule(config, block)
+    longest = getattr(pacing, "max_difficulty", None) or config.data.seq_len
+    shortest = getattr(pacing, "min_difficulty", None)
+    allowed = buckets(longest, block.buckets, min_length=shortest)
+    return schedules.bucketed_schedule(pacing, buckets=allowed)
+
+
+def _timeline(config, length_at) -> training.Timeline:
+    """The timeline of a run whose lengths ``length_at(step, tokens)`` gives."""
+    size, rows = config.data.seq_len, config.data.batch_size
+    settings = config.curriculum
+    mode = settings.length.mode if settings is not None and settings.length else None
+
+    def feed_at(step: int, tokens: int) -> training.Feed:
+        length = min(int(length_at(step, tokens)), size)
+        if length < 1:
+            raise ValueError(f"the schedule gives the length {length} at step {step}")
+        if mode == "reshape":
+            return training.Feed(rows, rows * (size // length), length, length)
+        if mode == "segment":
+            return training.Feed(rows, rows, size, length)
+        return training.Feed(rows, rows, length, length)
+
+    if config.train.num_tokens:
+        return training.Timeline(feed_at, num_tokens=config.train.num_tokens)
+    return training.Timeline(feed_at, num_steps=config.train.num_steps)
+
+
+def _criteria(config, planned: training.Timeline):
+    result = {}
+    for name, block in config.curriculum.metrics.items():
+        pacing = _schedule(config, block)
+        if config.curriculum.clock == "tokens":
+            pacing = _by_step(pacing, planned)
+        result[name] = curriculum.Criterion(pacing, block.difficulty_type)
+    return result
+
+
+def _by_step(pacing: schedules.Pacing, planned: training.Timeline) -> schedules.Pacing:
+    """A schedule of the tokens as one of the step: both are known for all steps."""
+
+    def value(module: Any, step: Any) -> Any:
+        return pacing.value(module, planned.tokens(int(step)))
+
+    total = pacing.total
+    return dataclasses.replace(
+        pacing,
+        value=value,
+        total=planned.num_steps if total is None else planned.step_at(total),
+    )
+
+
+def _length_curriculum(mode: Any, planned: training.Timeline):
+    return curriculum.LengthCurriculum(
+        lambda step: planned[step].length,
+        mode=mode,
+        step_offset=0,
+        num_steps=planned.num_steps,
+    )
+
+
+def _trimming(config, index: Any, order: Any) -> curriculum.Trimming:
+    return curriculum.Trimming(
+        order,
+        index.values("sequence_length"),
+        buckets=buckets(config.data.seq_len, config.curriculum.length.buckets),
+    )
+
+
+def _check_shapes(config, planned: training.Timeline) -> None:
+    shapes = planned.shapes()
+    if len(shapes) > config.train.max_shapes:
+        raise ValueError(
+            f"the run has {len(shapes)} shapes of batches, each of which compiles a "
+            f"step, more than train.max_shapes={config.train.max_shapes}; raise "
+            "curriculum.length.buckets.multiple, or set its max_count"
+        )
+
+
+def difficulties_at(
+    order: curriculum.SampleOrder | None, step: int
+) -> dict[str, int | float]:
+    """The schedules' difficulties of a step and its pool, for the log."""
+    if order is None:
+        return {}
+    told = {
+        f"difficulty_{name}": np.asarray(value).item()
+        for name, value in order.difficulties(step).items()
+    }
+    return told | {"eligible": order.num_eligible(step)}
