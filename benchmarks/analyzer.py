@@ -119,6 +119,7 @@ def analyze(path: str, vocab_size: int, num_workers: int) -> dict:
         files = index.manifest["files"].values()
         return {
             "num_samples": len(source),
+            "num_workers": num_workers,
             "marks": marks,
             "rarity_sum": int(index.values("vocabulary_rarity").sum()),
             "num_files": len(files) + 1,
@@ -179,7 +180,8 @@ def summary(answers: list[dict]) -> dict:
         for part in parts[0]:
             seconds = statistics.median(one[part][clock] for one in parts)
             # A pool's CPU seconds are known when it has ended, as part of the index.
-            table[part] = round(size / seconds) if seconds > 0.01 else None
+            known = clock == 0 or not answers[0].get("num_workers")
+            table[part] = round(size / max(seconds, 1e-9)) if known else None
         whole = [sum(times[clock] for times in one.values()) for one in parts]
         table["all"] = round(size / statistics.median(whole))
     result = {"num_samples": size, **rates}
