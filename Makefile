@@ -25,7 +25,7 @@ help:
 	@echo "                (into docs/results)"
 	@echo "make benchmark  speed, with nothing else running (into docs/results);"
 	@echo "                TORCH_PYTHON=PATH/bin/python puts PyTorch beside it,"
-	@echo "                DEEPSPEED_PYTHON=PATH/bin/python DeepSpeed's sampler"
+	@echo "                DEEPSPEED_PYTHON=PATH/bin/python DeepSpeed"
 	@echo "make clean      remove the environments, caches and runs"
 
 $(VENV)/bin/python:
@@ -80,6 +80,8 @@ plan: .venv-plan/.stamp
 verify: $(VENV)/.dev
 	$(PY) -m benchmarks.interruptions --kills=20 \
 	  --output=docs/results/interruptions.json
+	$(PY) -m benchmarks.analysis_interruptions --kills=10 \
+	  --output=docs/results/analysis_interruptions.json
 	$(PY) -m benchmarks.device_counts --output=docs/results/device_counts.json
 	$(PY) -m benchmarks.sampling_resume --stops=50 \
 	  --output=docs/results/sampling_resume.json
@@ -94,6 +96,8 @@ benchmark: $(VENV)/.dev
 	$(PY) -m benchmarks.sampler --sizes 100000 100000000 \
 	  $(if $(DEEPSPEED_PYTHON),--peer_python=$(DEEPSPEED_PYTHON)) \
 	  --output=docs/results/sampler.json
+	$(PY) -m benchmarks.analyzer $(if $(DEEPSPEED_PYTHON),$\
+	  --peer_python=$(DEEPSPEED_PYTHON)) --output=docs/results/analyzer.json
 
 clean:
 	rm -rf $(VENV) .venv-plan .cache runs docs/_build

@@ -66,6 +66,12 @@ def counter(what: str) -> Callable[[int, int], None]:
     return show
 
 
+def in_flags(error: Exception) -> str:
+    """The library's message, with the arguments that it advises written as flags."""
+    text = str(error).replace("overwrite=True", "--overwrite")
+    return text.replace("(num_workers=0)", "(--num_workers=0)")
+
+
 def load_config(reference: str) -> ml_collections.ConfigDict:
     """Returns ``get_config(arg)`` of ``"path/to/file.py"`` or ``"...file.py:arg"``.
 

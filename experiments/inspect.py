@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         output = flags.output or directory.with_name(f"{directory.name}.png")
         path = plot(index, output)
     except (ValueError, OSError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        parser.exit(2, f"{parser.prog}: {command_line.in_flags(error)}\n")
     print(analyze.table(index, PERCENTILES))
     print(
         texts(

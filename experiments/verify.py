@@ -9,6 +9,7 @@ import argparse
 import pathlib
 
 from dataeff_jax import curriculum
+from experiments import command_line
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
             index = curriculum.DifficultyIndex(directory)
             index.verify()
         except (ValueError, OSError) as error:
-            problems.append(str(error))
+            problems.append(command_line.in_flags(error))
             continue
         print(f"{directory}: {len(index):,} samples, {', '.join(index.metrics)}: whole")
     if problems:

@@ -26,6 +26,7 @@ from dataeff_jax.curriculum._index import DifficultyIndex
 from dataeff_jax.curriculum._length import reshape, segment, truncate
 from dataeff_jax.curriculum._length_batches import LengthCurriculum, Trimming
 from dataeff_jax.curriculum._mixture import Mixture
+from dataeff_jax.curriculum._model_loss import model_loss, model_perplexity
 from dataeff_jax.curriculum._parquet import export_parquet
 from dataeff_jax.curriculum._phases import PhasedOrder
 from dataeff_jax.curriculum._records import ArraySource, Records
@@ -57,6 +58,8 @@ __all__ = [
     "export_parquet",
     "function_metric",
     "import_deepspeed_index",
+    "model_loss",
+    "model_perplexity",
     "percentile_buckets",
     "percentile_count",
     "read_deepspeed_config",

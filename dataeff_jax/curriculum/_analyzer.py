@@ -18,7 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from dataeff_jax.curriculum import _difficulty, _index, _records, _shards, _sorting
+from dataeff_jax.curriculum import (
+    _beam,
+    _difficulty,
+    _index,
+    _records,
+    _shards,
+    _sorting,
+)
 from dataeff_jax.data import _publish
 
 
@@ -109,12 +116,19 @@ def _check_arguments(
         )
 
 
+def _runner(work: _shards.Work, num_workers: int, beam_options: Sequence[str] | None):
+    if beam_options is None:
+        return _shards.local_runner(work, num_workers)
+    return _beam.beam_runner(work, beam_options)
+
+
 def analyze(
     source: Any,
     metrics: Sequence[_difficulty.Metric],
     directory: str | os.PathLike,
     *,
     num_workers: int = 0,
+    beam_options: Sequence[str] | None = None,
     shard_size: int = 2**16,
     source_fingerprint: str | None = None,
     overwrite: bool = False,
@@ -137,6 +151,10 @@ def analyze(
       metrics: for example ``[sequence_length()]``; their names differ.
       directory: of the index; made by this call.
       num_workers: processes; 0 computes in this one. May exceed the shards.
+      beam_options: arguments of an Apache Beam pipeline, such as
+        ``["--runner=FlinkRunner", "--flink_master=host:8081"]``, that computes the
+        shards (the extra ``beam``). Its workers read the records, and must see the
+        source's files and the directory under the same paths. None computes here.
       shard_size: samples a shard.
       source_fingerprint: stands for the data. None takes ``source.fingerprint``, or
         reads all records; give your own (a version, a date) where that takes too long.
@@ -150,7 +168,8 @@ def analyze(
 
     Raises:
       ValueError: an empty source, a sample without a finite difficulty (named), a
-        directory that holds something else or that another process fills just now.
+        directory that holds something else or that another process fills just now,
+        Beam asked for where it is not installed.
 
     Example:
       >>> import tempfile
@@ -163,6 +182,8 @@ def analyze(
     """
     metrics = tuple(metrics)
     _check_arguments(source, metrics, num_workers, shard_size)
+    if beam_options is not None:
+        _beam.check(beam_options, num_workers)
     directory = pathlib.Path(directory).resolve()
     if source_fingerprint is None:
         source_fingerprint = _records.records_fingerprint(source)
@@ -187,7 +208,7 @@ def analyze(
     with _shards.own_parts(directory, key) as parts:
         work = _shards.Work(source, metrics, parts, shard_size)
         try:
-            _shards.run_passes(work, num_workers, progress)
+            _shards.run_passes(work, _runner(work, num_workers, beam_options), progress)
         except ValueError:
             shutil.rmtree(parts, ignore_errors=True)
             raise

@@ -6,12 +6,15 @@ data, metrics and shard size; a run that was killed goes on with what is missing
 
 import concurrent.futures
 import contextlib
+import io
 import itertools
 import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,11 +23,6 @@ import numpy as np
 
 from dataeff_jax.curriculum import _difficulty, _records
 from dataeff_jax.data import _publish
-
-# Records that a metric sees at once. Few, so that their arrays stay in the processor's
-# cache and are not mapped anew each time: 64 of 512 tokens took a quarter of the time
-# of 256.
-_BATCH = 64
 
 _PATIENCE_SECONDS = 2.0
 
@@ -48,16 +46,20 @@ class Work:
         start = number * self.shard_size
         return start, min(start + self.shard_size, len(self.source))
 
+    def num_samples(self, number: int) -> int:
+        start, stop = self.shard(number)
+        return stop - start
+
     def part(self, kind: str, place: int, number: int) -> pathlib.Path:
         return self.parts / f"{kind}-{place}-{number:08}.npy"
 
     def missing(self, kind: str, places: Sequence[int], number: int) -> list[int]:
         return [p for p in places if not self.part(kind, p, number).exists()]
 
-    def batches(self, number: int) -> Iterator[_records.Records]:
+    def batches(self, number: int, size: int) -> Iterator[_records.Records]:
         start, stop = self.shard(number)
-        for begin in range(start, stop, _BATCH):
-            yield _records.Records(self.source, begin, min(begin + _BATCH, stop))
+        for begin in range(start, stop, size):
+            yield _records.Records(self.source, begin, min(begin + size, stop))
 
 
 def _counters(
@@ -74,14 +76,20 @@ def _prepared(metric: _difficulty.Metric, totals: dict[str, np.ndarray]) -> Any:
     return metric.prepare(totals.get(metric.fingerprint))
 
 
-def _save(path: pathlib.Path, array: np.ndarray) -> None:
-    """Write a part that appears whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+def save_bytes(path: pathlib.Path, content: bytes | memoryview) -> None:
+    """Write a file that appears whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.new")
     with open(temporary, "wb") as stream:
-        np.save(stream, array)
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
+
+
+def _save(path: pathlib.Path, array: np.ndarray) -> None:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    save_bytes(path, stream.getbuffer())
 
 
 def _count_shard(work: Work, number: int) -> int:
@@ -89,7 +97,9 @@ def _count_shard(work: Work, number: int) -> int:
     counters = list(_counters(work.metrics).values())
     missing = work.missing("counts", range(len(counters)), number)
     totals: dict[int, Any] = dict.fromkeys(missing)
-    for records in work.batches(number) if missing else ():
+    # Four times as many at once: each time a whole vocabulary is added up.
+    size = 4 * max((metric.batch_size for metric in counters), default=1)
+    for records in work.batches(number, size) if missing else ():
         for place in missing:
             counts = np.asarray(counters[place].accumulate(records))
             if counts.dtype.kind not in "iub":
@@ -97,17 +107,21 @@ def _count_shard(work: Work, number: int) -> int:
                     f"{counters[place].name} counts in {counts.dtype}; counts must be "
                     f"integers, so that their sum does not depend on the shards."
                 )
-            before = totals[place]
-            counts = counts.astype(np.int64)
-            totals[place] = counts if before is None else before + counts
+            if totals[place] is None:
+                totals[place] = np.zeros(counts.shape, np.int64)
+            _check_shapes(counters[place], totals[place], counts)
+            totals[place] += counts.astype(np.int64, copy=False)
     for place, total in totals.items():
         _save(work.part("counts", place, number), total)
-    return _num_samples(work, number)
+    return work.num_samples(number)
 
 
-def _num_samples(work: Work, number: int) -> int:
-    start, stop = work.shard(number)
-    return stop - start
+def _check_shapes(metric: _difficulty.Metric, total: Any, counts: np.ndarray) -> None:
+    if total.shape != counts.shape:
+        raise ValueError(
+            f"{metric.name} counts arrays of shapes {total.shape} and {counts.shape}; "
+            f"they must be of one shape."
+        )
 
 
 def _value_shard(work: Work, number: int) -> int:
@@ -120,14 +134,15 @@ def _value_shard(work: Work, number: int) -> int:
         }
         prepared = {p: _prepared(work.metrics[p], totals) for p in missing}
         found: dict[int, list[np.ndarray]] = {place: [] for place in missing}
-        for records in work.batches(number):
-            for place in missing:
-                metric = work.metrics[place]
+        chosen = [work.metrics[place] for place in missing]
+        size = max(metric.batch_size for metric in chosen)
+        for records in work.batches(number, size):
+            for place, metric in zip(missing, chosen, strict=True):
                 values = metric.values(records, prepared[place])
                 found[place].append(_checked(metric, records, values))
         for place, pieces in found.items():
             _save(work.part("values", place, number), np.concatenate(pieces))
-    return _num_samples(work, number)
+    return work.num_samples(number)
 
 
 def _checked(
@@ -142,6 +157,8 @@ def _checked(
         )
     if found.dtype.kind not in "iufb":
         raise ValueError(f"{metric.name} gave {found.dtype} values, not numbers.")
+    if found.dtype == metric.dtype and found.dtype.kind != "f":
+        return found
     if not np.isfinite(found).all():
         bad = int(np.argmin(np.isfinite(found)))
         raise ValueError(
@@ -167,13 +184,26 @@ def _total(work: Work, num_shards: int) -> None:
         total: Any = None
         for number in range(num_shards):
             counts = np.load(work.part("counts", place, number))
-            if total is not None and total.shape != counts.shape:
-                raise ValueError(
-                    f"{metric.name} counts arrays of shapes {total.shape} and "
-                    f"{counts.shape}; they must be of one shape."
-                )
-            total = counts if total is None else total + counts
+            total = np.zeros_like(counts) if total is None else total
+            _check_shapes(metric, total, counts)
+            total += counts
         _save(work.parts / f"total-{place}.npy", total)
+
+
+def compute_shard(work: Work, kind: str, number: int) -> int:
+    """Write what is missing of a shard in a pass; return its samples."""
+    return {"counts": _count_shard, "values": _value_shard}[kind](work, number)
+
+
+def is_done(work: Work, kind: str, number: int) -> bool:
+    """Return whether nothing of a shard is missing in a pass."""
+    made = _counters(work.metrics) if kind == "counts" else work.metrics
+    return not work.missing(kind, range(len(made)), number)
+
+
+# Maps a pass ("counts" or "values") over the shards with these numbers, in any order;
+# yields the samples of each when it is done.
+Runner = Callable[[str, Sequence[int]], Iterator[int]]
 
 
 _WORK: list[Work] = []  # of a worker process, set once when it starts
@@ -181,48 +211,51 @@ _WORK: list[Work] = []  # of a worker process, set once when it starts
 
 def _start_worker(work: Work) -> None:
     _WORK[:] = [work]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _count_in_worker(number: int) -> int:
-    return _count_shard(_WORK[0], number)
+def _end_with_parent() -> None:
+    """A pool whose owner was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
-def _value_in_worker(number: int) -> int:
-    return _value_shard(_WORK[0], number)
+def _compute_in_worker(kind: str, number: int) -> int:
+    return compute_shard(_WORK[0], kind, number)
 
 
-def _check_sendable(work: Work) -> None:
+def check_sendable(
+    work: Work, dumps: Callable[[Any], bytes], *, instead: str = ""
+) -> None:
     """Say what cannot be sent to processes, before they fail one by one."""
     for what in (*work.metrics, work.source):
         try:
-            pickle.dumps(what)
+            dumps(what)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             name = getattr(what, "name", "the source")
             raise ValueError(
-                f"{name} cannot be sent to processes ({error}); define its functions "
-                f"in a module, or use num_workers=0."
+                f"{name} cannot be sent to processes ({error}); compute in this one "
+                f"({instead}), or define its functions in a module."
             ) from error
 
 
 @contextlib.contextmanager
-def _runner(
-    work: Work, num_workers: int
-) -> Iterator[Callable[[str, int], Iterator[int]]]:
-    """Give a function that maps a pass over all shards, in no order."""
+def local_runner(work: Work, num_workers: int) -> Iterator[Runner]:
+    """Give a runner that computes in this process, or in a pool of processes."""
     if not num_workers:
-        here = {"counts": _count_shard, "values": _value_shard}
-        yield lambda kind, n: (here[kind](work, number) for number in range(n))
+        yield lambda kind, numbers: (compute_shard(work, kind, n) for n in numbers)
         return
-    _check_sendable(work)
-    there = {"counts": _count_in_worker, "values": _value_in_worker}
+    check_sendable(work, pickle.dumps, instead="num_workers=0")
     # Not forked: a copied JAX runtime or file offset would be shared.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
         num_workers, context, initializer=_start_worker, initargs=(work,)
     )
 
-    def run(kind: str, num_shards: int) -> Iterator[int]:
-        jobs = [pool.submit(there[kind], number) for number in range(num_shards)]
+    def run(kind: str, numbers: Sequence[int]) -> Iterator[int]:
+        jobs = [pool.submit(_compute_in_worker, kind, number) for number in numbers]
         for job in concurrent.futures.as_completed(jobs):
             yield job.result()
 
@@ -260,16 +293,18 @@ def own_parts(directory: pathlib.Path, key: str) -> Iterator[pathlib.Path]:
 
 
 def run_passes(
-    work: Work, num_workers: int, progress: Callable[[int, int], None] | None
+    work: Work,
+    runner: contextlib.AbstractContextManager[Runner],
+    progress: Callable[[int, int], None] | None,
 ) -> None:
     """Write all parts that are missing."""
     size = len(work.source)
     num_shards = math.ceil(size / work.shard_size)
     passes = (["counts"] if _counters(work.metrics) else []) + ["values"]
     done = 0
-    with _runner(work, num_workers) as run:
+    with runner as run:
         for kind in passes:
-            for num_samples in run(kind, num_shards):
+            for num_samples in run(kind, range(num_shards)):
                 done += num_samples
                 if progress is not None:
                     progress(done, size * len(passes))

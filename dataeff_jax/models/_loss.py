@@ -180,6 +180,36 @@ def _softmax_minus_onehot(logits, lse, targets):
     return jnp.where(words == targets[:, None], probabilities - 1, probabilities)
 
 
+def token_losses(
+    hidden: typing.Array,
+    embedding: typing.Array,
+    targets: typing.Array,
+    *,
+    bias: typing.Array | None = None,
+) -> typing.Array:
+    """Cross entropy of each token, the terms of `cross_entropy`; not for training.
+
+    Args:
+        hidden: Final hidden states [..., D], in the compute dtype.
+        embedding: Output embedding [V, D].
+        targets: int32[...], the right word of each token.
+        bias: float32[V] or None.
+
+    Returns:
+        float32[...].
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    table = embedding.astype(hidden.dtype)
+    chunk_size = max(_LOGITS // embedding.shape[0], 1)
+
+    def step(_, part):
+        return None, _chunk_losses(part[0], table, bias, part[1])[0]
+
+    parts = _chunks(chunk_size, flat, targets.reshape(-1), None)
+    losses = _scan(step, None, parts)[1].reshape(-1)
+    return losses[: targets.size].reshape(targets.shape)
+
+
 def classification_loss(
     logits: typing.Array, labels: typing.Array, *, weights: typing.Array | None = None
 ) -> typing.Array:

@@ -5,6 +5,7 @@ al., https://arxiv.org/abs/2005.14165. BERT: Devlin et al.,
 https://arxiv.org/abs/1810.04805.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -16,12 +17,16 @@ from dataeff_jax.models import _arrays, _attention, _block, _flops, _layers, _lo
 
 Remat = Literal["block"]
 
+# Fields of a batch that `hidden_states` takes beside the tokens.
+_ROW_INPUTS = ("token_types", "segment_ids", "positions", "lengths")
+
 
 class _LanguageModel(nnx.Module):
     """What GPT and BERT share: sizes, the stack, and the count of their operations."""
 
     blocks: _block.Block
     token_embedding: _layers.Embedding
+    hidden_states: Callable[..., typing.Array]
     causal: bool
     vocab_size: int
     max_length: int
@@ -64,6 +69,35 @@ class _LanguageModel(nnx.Module):
             return x
         keys = _layers.fold_rows(keys, self.num_layers)
         return _layers.dropout(x, rate=self.dropout_rate, keys=keys)
+
+    def _head(self, hidden) -> tuple[typing.Array, typing.Array | None]:
+        """What the embedding multiplies, and the bias of words."""
+        return hidden, None
+
+    def row_losses(self, batch: typing.Batch) -> typing.Array:
+        """Mean cross entropy of each row, a measure of its difficulty; no dropout.
+
+        Args:
+            batch: As of `loss`.
+
+        Returns:
+            float32[B]; NaN for a row whose weights are all 0.
+
+        Example:
+            >>> model = GPT(vocab_size=16, max_length=8, num_layers=1, width=8,
+            ...             num_heads=2, rngs=nnx.Rngs(0))
+            >>> tokens = jnp.zeros((3, 8), jnp.int32)
+            >>> model.row_losses({"tokens": tokens, "targets": tokens}).shape
+            (3,)
+        """
+        kwargs = {k: v for k, v in batch.items() if k in _ROW_INPUTS}
+        hidden, bias = self._head(self.hidden_states(batch["tokens"], **kwargs))
+        table = self.token_embedding.embedding[...]
+        losses = _loss.token_losses(hidden, table, batch["targets"], bias=bias)
+        weights = batch.get("weights")
+        if weights is None:
+            return losses.mean(axis=1)
+        return (losses * weights).sum(axis=1) / weights.sum(axis=1)
 
     def _head_flops(self, length: int) -> int:
         return 2 * length * self.width * self.vocab_size
@@ -417,6 +451,9 @@ class BERT(_LanguageModel):
 
     def _transform(self, hidden):
         return self.head_norm(jax.nn.gelu(self.head(hidden), approximate=False))
+
+    def _head(self, hidden):
+        return self._transform(hidden), self.head_bias[...]
 
     def __call__(self, tokens: typing.Array, **kwargs) -> typing.Array:
         """Logits float32[B, S, V]; arguments as of `hidden_states`."""

@@ -418,6 +418,64 @@ def test_what_cannot_be_sent_to_processes_is_named(tmp_path):
         curriculum.analyze(ROWS, [metric], tmp_path / "index", num_workers=2)
 
 
+# What acceptance asks for at scale
+
+
+class Column:
+    """Numbers that are read many at once, and what was read."""
+
+    fingerprint = "column"
+
+    def __init__(self, numbers):
+        self.numbers, self.reads = numbers, []
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def read_range(self, start, stop):
+        self.reads.append((start, stop))
+        return {"number": self.numbers[start:stop]}
+
+
+class Number(curriculum.Metric):
+    name, batch_size = "number", 2**16
+
+    def values(self, records, prepared):
+        return records.flat("number")[0]
+
+
+def test_a_shard_that_was_lost_is_the_only_one_computed_again(tmp_path):
+    numbers = np.random.default_rng(0).integers(0, 9, 1000)
+
+    def stop(done, total):
+        if done == total:
+            raise Stop
+
+    with pytest.raises(Stop):
+        curriculum.analyze(
+            Column(numbers), [Number()], tmp_path / "x", shard_size=100, progress=stop
+        )
+    (lost,) = tmp_path.glob(".x.*.parts/values-0-00000007.npy")
+    lost.unlink()
+    source = Column(numbers)
+    curriculum.analyze(source, [Number()], tmp_path / "x", shard_size=100)
+    assert source.reads == [(700, 800)]
+    curriculum.analyze(Column(numbers), [Number()], tmp_path / "y")
+    assert contents(tmp_path / "x") == contents(tmp_path / "y")
+
+
+@pytest.mark.slow
+def test_ten_million_numbers_make_three_files(tmp_path):
+    numbers = np.random.default_rng(0).permutation(10**7)
+    index = curriculum.analyze(
+        Column(numbers), [Number()], tmp_path / "x", shard_size=2**20
+    )
+    assert len(contents(tmp_path / "x")) == 3
+    order = index.order("number")
+    assert order.dtype == np.uint32
+    np.testing.assert_array_equal(numbers[order], np.arange(10**7))
+
+
 # Sorting
 
 

@@ -1,5 +1,6 @@
 """The commands about an index: they agree with each other, and say what is wrong."""
 
+import io
 import json
 import os
 import pathlib
@@ -9,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from dataeff_jax import curriculum
-from experiments import analyze, command_line, corpora, inspect, verify
+from benchmarks import analysis_interruptions
+from dataeff_jax import curriculum, training
+from experiments import analyze, command_line, corpora, inspect, train_lm, verify
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = "--config=configs/gpt_baseline.py:tiny"
@@ -69,6 +71,19 @@ def test_the_difficulties_are_those_of_numpy(folder, index):
     )
 
 
+def test_the_line_of_progress_tells_the_pass_and_the_time_left():
+    stream, times = io.StringIO(), iter([0, 10, 90, 180, 200])
+    line = analyze._Line("rows", stream, clock=lambda: next(times))
+    for done in (50, 450, 900, 1000):
+        line(done, 1000, 500)
+    assert stream.getvalue().split("\r")[1:] == [
+        "pass 1 of 2: 50 of 500 rows, 3:10 left ",
+        "pass 1 of 2: 450 of 500 rows, 1:50 left ",
+        "pass 2 of 2: 400 of 500 rows, 0:20 left ",
+        "pass 2 of 2: 500 of 500 rows, 0:00 left \n",
+    ]
+
+
 def training_rows(folder):
     parser = command_line.parser("test")
     config = command_line.parse(parser, list(data_flags(folder))).config
@@ -80,6 +95,19 @@ def test_the_same_command_again_changes_nothing(folder, index, capsys):
     analyze.main([*data_flags(folder), *BOTH, f"--output={index}"])
     assert contents(index) == before
     assert "100%" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_analysis_killed_at_any_moment_gives_the_bytes_of_an_unbroken_one(
+    folder, tmp_path
+):
+    place = tmp_path / "a place"
+    place.mkdir()
+    flags = (*data_flags(folder), "--shard_size=1")
+    record = analysis_interruptions.run(2, place, flags=flags)
+    assert record["equal"] and not record["left_over"]
+    assert record["killed"] == 2 and record["workers_ended"]
+    assert record["cases"][1]["num_workers"] == 2
 
 
 def test_blanks_in_paths_change_no_byte(folder, index, tmp_path):
@@ -97,7 +125,8 @@ def test_an_index_is_replaced_only_when_asked(folder, tmp_path, capsys):
     analyze.main([*flags, BOTH[0]])
     before = contents(tmp_path / "index")
     message = refusal(capsys, analyze.main, *flags, BOTH[1])
-    assert "overwrite" in message and contents(tmp_path / "index") == before
+    assert "or pass --overwrite to replace it" in message
+    assert contents(tmp_path / "index") == before
     analyze.main([*flags, BOTH[1], "--overwrite"])
     found = curriculum.DifficultyIndex(tmp_path / "index").metrics
     assert found == ("vocabulary_rarity",)
@@ -167,6 +196,10 @@ def test_an_index_of_other_data_is_refused(folder, index, capsys):
         (["--metric=length"], "invalid choice: 'length'"),
         (["--metric=sequence_length"] * 2, "must be different"),
         (["--metric=sequence_length", "--num_workers=-1"], "must not be negative"),
+        (["--metric=loss"], "give --model=WORKDIR of a run"),
+        (["--metric=sequence_length", "--model=x"], "of the metrics loss and"),
+        (["--metric=loss", "--model=x", "--of=documents"], "leave out --of"),
+        (["--metric=loss", "--model=no run"], "no run has no config.json"),
     ],
 )
 def test_analyze_names_what_is_wrong(folder, tmp_path, capsys, flags, says):
@@ -228,3 +261,44 @@ def test_the_command_runs_with_processes_and_blanks_in_paths(folder, index):
         capture_output=True,
     )
     assert contents(directory) == contents(index)
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """The work directory of a run of two steps."""
+    workdir = folder / "a run"
+    parser = command_line.parser("test")
+    flags = [*data_flags(folder), "--config.train.num_steps=2"]
+    flags += ["--config.schedule.kwargs.warmup=1", "--config.eval.max_rows=8"]
+    config = command_line.parse(parser, flags).config
+    train_lm.train_and_evaluate(config, workdir)
+    return workdir
+
+
+def test_loss_and_perplexity_are_those_of_the_runs_model(folder, run, capsys):
+    directory = folder / "losses"
+    flags = [f"--model={run}", "--metric=loss", "--metric=perplexity"]
+    flags += [*data_flags(folder), f"--output={directory}"]
+    analyze.main(flags)
+    opened = curriculum.DifficultyIndex(directory)
+    model, rows = training.restore(run), training_rows(folder)
+    for sample in (0, len(rows) - 1):
+        batch = {k: v[None] for k, v in rows[sample].items() if k != "sample_id"}
+        loss, weight = model.loss(batch)
+        # float32 sums in another order
+        np.testing.assert_allclose(
+            opened.values("loss")[sample], loss / weight, rtol=1e-5
+        )
+    np.testing.assert_allclose(
+        opened.values("perplexity"), np.exp(opened.values("loss")), rtol=1e-5
+    )
+    flags[-1] = f"--output={folder / 'others'}"
+    message = refusal(capsys, analyze.main, *flags, "--num_workers=1")
+    assert "compute in this one (--num_workers=0)" in message
+
+
+def test_a_model_of_other_rows_is_refused(folder, run, tmp_path, capsys):
+    flags = [f"--model={run}", "--metric=loss", f"--output={tmp_path}/x"]
+    longer = ["--config.data.seq_len=64", "--config.model.kwargs.max_length=64"]
+    message = refusal(capsys, analyze.main, *data_flags(folder), *longer, *flags)
+    assert "32 positions, this config" in message

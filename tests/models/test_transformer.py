@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from dataeff_jax import models
-from dataeff_jax.models import _block, _layers
+from dataeff_jax.models import _block, _layers, _loss
 
 SIZES = {
     "vocab_size": 48,
@@ -163,6 +163,22 @@ def test_loss_equals_cross_entropy_of_the_logits():
         loss, weight = jax.jit(model.loss)(batch)
         np.testing.assert_allclose(loss, -np.sum(right * batch["weights"]), rtol=1e-5)
         assert float(weight) == float(batch["weights"].sum())
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_row_losses_are_the_mean_loss_of_each_row_alone(name, monkeypatch):
+    model, batch = build(name), batch_of()
+    batch["segment_ids"] = jnp.asarray([[1] * 7 + [2] * 9] * 4)
+    for limit in (2**26, 5 * model.vocab_size):  # in one chunk, in chunks of 5 tokens
+        monkeypatch.setattr(_loss, "_LOGITS", limit)
+        found = jax.jit(lambda model, batch: model.row_losses(batch))(model, batch)
+        for row, value in enumerate(found):
+            loss, weight = model.loss({k: v[row : row + 1] for k, v in batch.items()})
+            # Sums of 16 float32 numbers in another order.
+            np.testing.assert_allclose(value, loss / weight, rtol=1e-5)
+    del batch["weights"]
+    loss, weight = model.loss(batch)
+    np.testing.assert_allclose(model.row_losses(batch).mean(), loss / weight, rtol=1e-5)
 
 
 def test_without_weights_the_count_is_a_python_number():
