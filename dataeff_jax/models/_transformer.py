@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dataeff_jax import typing
-from dataeff_jax.models import _arrays, _attention, _block, _flops, _layers, _loss
+from dataeff_jax.models import (
+    _arrays,
+    _attention,
+    _block,
+    _flops,
+    _layers,
+    _loss,
+    _stack,
+)
 
 Remat = Literal["block"]
 
@@ -47,7 +55,7 @@ class _LanguageModel(nnx.Module):
             )
 
     def _run(self, x, *, keys, segment_ids, lengths, **kwargs):
-        return _block.run_blocks(
+        return _stack.run_blocks(
             self.blocks,
             x,
             keys=keys,
@@ -207,7 +215,7 @@ class GPT(_LanguageModel):
             self.position_embedding = _layers.Embedding(
                 max_length, width, stddev=0.02, rngs=rngs
             )
-        self.blocks = _block.make_blocks(
+        self.blocks = _stack.make_blocks(
             num_layers,
             width=width,
             num_heads=num_heads,
@@ -361,7 +369,7 @@ class BERT(_LanguageModel):
         self.position_embedding = embedding(max_length)
         self.type_embedding = embedding(type_vocab_size)
         self.embedding_norm = _layers.LayerNorm(width, epsilon=epsilon)
-        self.blocks = _block.make_blocks(
+        self.blocks = _stack.make_blocks(
             num_layers,
             width=width,
             num_heads=num_heads,
