@@ -40,7 +40,7 @@ class _RandomLTD:
 
     plain: Any  # the block's own class
     random_ltd: _Options
-    random_ltd_rngs: nnx.Rngs | None
+    random_ltd_stream: nnx.RngStream | None
     deterministic: bool
 
     def __call__(self, x, *args, **kwargs):
@@ -77,16 +77,16 @@ class _RandomLTD:
                     f"({num_rows},)."
                 )
             return keys
-        rngs = self.random_ltd_rngs if rngs is None else rngs
-        if rngs is None:
+        stream = self.random_ltd_stream if rngs is None else rngs["token_drop"]
+        if stream is None:
             return None
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        return fold(rngs.token_drop(), jnp.arange(num_rows))
+        return fold(stream(), jnp.arange(num_rows))
 
     def layer_runs(self, num_layers, *, size, training):
         """Runs of layers that keep the same number of tokens; all, if none drops."""
         kept = self.random_ltd.num_kept
-        if self.deterministic or not (training or self.random_ltd_rngs):
+        if self.deterministic or not training:
             return [(self, num_layers)]
         if not isinstance(kept, tuple):
             kept = (kept,) * num_layers
@@ -145,7 +145,8 @@ def _convert(block, options, rngs=None):
     new = object.__new__(_dropping_class(plain))
     vars(new).update(vars(block))
     new.random_ltd = options
-    new.random_ltd_rngs = rngs
+    # A stream of its own, as Dropout has: blocks share no state.
+    new.random_ltd_stream = None if rngs is None else rngs["token_drop"].fork()
     if not hasattr(new, "deterministic"):
         new.deterministic = False  # what Module.eval() and Module.train() set
     return new
@@ -232,7 +233,7 @@ def with_random_ltd(
         always_keep: Positions that every layer keeps; see `sample_token_indices`.
         group: Neighbours that go together; see `sample_token_indices`.
         kinds: How arguments of the blocks follow their tokens; see `drop_tokens`.
-        rngs: As of `dropping_block`; for models that hand on neither.
+        rngs: As of `dropping_block`; for models with lists that hand on neither.
 
     Returns:
         A new model of the same kind; `model` is as before.
@@ -253,6 +254,11 @@ def with_random_ltd(
     """
     layers = list(_layers_of(model))
     where = _default_where(layers, num_kept) if where is None else where
+    if rngs is not None and any(layer.stacked for layer in layers):
+        raise ValueError(
+            "rngs would be state of a single layer, but the model has a stack of them; "
+            "leave rngs out and call the model with keys, one a row."
+        )
     chosen = {
         path: _options(kept, _place(path), always_keep, group, kinds)
         for path, kept in _select(layers, where, num_kept).items()

@@ -75,16 +75,20 @@ def paths_of(model):
     return [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state)]
 
 
+def variables_of(model):
+    nodes = nnx.iter_graph(model)
+    return {path: node for path, node in nodes if isinstance(node, nnx.Variable)}
+
+
 @pytest.mark.parametrize("name", BUILD)
 def test_the_arrays_are_shared_and_stay_where_they_are(name):
     model = build(name)
     dropping = token_dropping.with_random_ltd(model, num_kept=4)
     assert type(dropping) is type(model)
     assert paths_of(dropping) == paths_of(model)
-    pairs = zip(nnx.iter_graph(model), nnx.iter_graph(dropping), strict=True)
-    variables = [(a, b) for (_, a), (_, b) in pairs if isinstance(a, nnx.Variable)]
-    assert variables
-    assert all(a is b for a, b in variables)
+    before, after = variables_of(model), variables_of(dropping)
+    assert before.keys() == after.keys()
+    assert all(before[path] is after[path] for path in before)
     assert not hasattr(model.blocks, "random_ltd")
     again = token_dropping.with_random_ltd(dropping, num_kept=4)
     assert nnx.graphdef(again) == nnx.graphdef(dropping)
@@ -130,7 +134,7 @@ def optimized_hlo(model, batch, keys):
     lowered = _loss_and_grads.lower(*nnx.split(model), batch, keys)
     # Where in the source an operation was written is no part of the program.
     text = re.sub(r", metadata=\{[^}]*\}", "", lowered.compile().as_text())
-    return re.split(r"\n(?:FileNames|FunctionNames|FileLocations|StackFrames)", text)[0]
+    return [line for line in text.splitlines() if " = " in line or "HloModule" in line]
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": "block"}, {"dropout_rate": 0.1}])
@@ -138,7 +142,7 @@ def test_at_keep_one_the_optimized_program_is_the_plain_one(options):
     model, keys = build(**options), row_keys()
     dropping = token_dropping.with_random_ltd(model, num_kept=16)
     plain = optimized_hlo(model, batch_of(), keys)
-    assert "fusion" in plain
+    assert len(plain) > 100
     assert optimized_hlo(dropping, batch_of(), keys) == plain
 
 
@@ -152,8 +156,10 @@ def test_twenty_steps_at_keep_one_end_in_the_same_bits():
     assert_trees_equal(*ends)
 
 
-@pytest.mark.parametrize("name", BUILD)
-@pytest.mark.parametrize("kept", [6, (None, 9, 5, 5), (3, None, 7, None)])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("gpt", 6), ("gpt", (None, 9, 5, 5)), ("bert", 6), ("vit", (3, None, 7, None))],
+)
 def test_how_the_stack_runs_changes_nothing(name, kept):
     batch, keys = batch_of(name), row_keys()
     found = [
@@ -164,12 +170,13 @@ def test_how_the_stack_runs_changes_nothing(name, kept):
         )
         for options in (
             {},
-            {"layers": "unroll"},
             {"remat": "block"},
             {"layers": "unroll", "remat": "block"},
         )
     ]
-    assert not np.array_equal(found[0][0], loss_and_grads(build(name), batch)[0])
+    plain = jax.tree.leaves(loss_and_grads(build(name), batch))
+    some = zip(jax.tree.leaves(found[0]), plain, strict=True)
+    assert not all(np.array_equal(a, b) for a, b in some)
     for other in found[1:]:
         # The same sums in another order.
         assert_trees_close(other, found[0], atol=2e-6)
@@ -356,28 +363,20 @@ def test_streams_work_with_vmap_and_scan_of_nnx():
         y = layer(x)
         return y, (y != x).any(axis=-1)  # [B, S], tokens that did not pass by
 
-    graphdef, params, streams = nnx.split(stack, nnx.Param, ...)
     _, computed = run(x, stack)
     assert (computed.sum(-1) == 3).all()
     assert len({np.asarray(c).tobytes() for c in computed}) == 4
     _, again = run(x, stack)
     assert not np.array_equal(computed, again)
 
-    @jax.jit
-    def step(params, streams):
-        def loss(params):
-            stack = nnx.merge(graphdef, params, streams)
-            y, _ = run(x, stack)
-            return jnp.mean(y**2), nnx.split(stack, nnx.Param, ...)[2]
+    @nnx.jit
+    def step(stack):
+        value, grads = nnx.value_and_grad(lambda s: jnp.mean(run(x, s)[0] ** 2))(stack)
+        params = nnx.state(stack, nnx.Param)
+        nnx.update(stack, jax.tree.map(lambda p, g: p - 0.03 * g, params, grads))
+        return value
 
-        (value, streams), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        params = jax.tree.map(lambda p, g: p - 0.03 * g, params, grads)
-        return params, streams, value
-
-    losses = []
-    for _ in range(20):
-        params, streams, value = step(params, streams)
-        losses.append(float(value))
+    losses = [float(step(stack)) for _ in range(20)]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
 
@@ -423,25 +422,23 @@ def test_keys_of_the_wrong_number_are_refused():
         dropping.blocks(jnp.ones((4, 16, 16)), keys=row_keys(3))
 
 
-@pytest.mark.parametrize("kept", [128, 64])
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_compiler_counts_the_operations_of_the_formula(kept, causal):
-    name = "gpt" if causal else "bert"
-    sizes = {"vocab_size": 64, "max_length": 256, "num_layers": 4, "width": 256}
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_the_compiler_counts_the_operations_of_the_formula(name):
+    sizes = {"vocab_size": 64, "max_length": 512, "num_layers": 3, "width": 512}
     make = {"gpt": models.GPT, "bert": models.BERT}[name]
     model = nnx.eval_shape(
         lambda: make(**sizes, num_heads=4, layers="unroll", rngs=nnx.Rngs(0))
     )
-    dropping = token_dropping.with_random_ltd(model, num_kept=kept)
-    graphdef, params = nnx.split(dropping)
-    tokens = jax.ShapeDtypeStruct((2, 256), jnp.int32)
-    keys = jax.eval_shape(lambda: row_keys(2))
-
-    def flops(graphdef, keys):
-        call = jax.jit(lambda p, t, k: nnx.merge(graphdef, p)(t, keys=k))
-        return call.lower(params, tokens, keys).compile().cost_analysis()["flops"]
-
-    saved = flops(nnx.graphdef(model), keys) - flops(graphdef, keys)
-    formula = model.forward_flops(256) - model.forward_flops(256, num_kept=kept)
-    print(saved, formula)
-    assert abs(saved / (2 * formula) - 1) < 0.03
+    params = nnx.state(model)
+    tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32)
+    keys = jax.eval_shape(lambda: row_keys(1))
+    for kept in (512, 256, 128, 64):
+        graphdef = nnx.graphdef(token_dropping.with_random_ltd(model, num_kept=kept))
+        call = jax.jit(lambda p, t, k, g=graphdef: nnx.merge(g, p)(t, keys=k))
+        compiled = call.lower(params, tokens, keys).compile()
+        counted = compiled.cost_analysis()["flops"]
+        formula = model.forward_flops(512, num_kept=kept)
+        print(kept, counted / formula)
+        # The formula leaves out norms, softmax and GELU, and of causal scores those
+        # that blocks on the diagonal compute for nothing.
+        assert abs(counted / formula - 1) < 0.03
