@@ -19,7 +19,7 @@ from flax import nnx
 from dataeff_jax import models
 from dataeff_jax.token_dropping import _functional, _sampling
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # of names and indices
 Where = Callable[[Path, int | None], bool]
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -51,12 +51,18 @@ class _RandomLTD:
             if not _takes(signature, name):
                 kwargs.pop(name, None)
         options, size = self.random_ltd, x.shape[1]
-        if rows is None or options.num_kept is None or options.num_kept >= size:
+        kept = options.num_kept
+        if isinstance(kept, tuple):
+            raise ValueError(
+                "this block stands for a stack of layers that keep different numbers "
+                "of tokens; models.run_blocks runs it."
+            )
+        if rows is None or kept is None or kept >= size:
             return call(x, *args, **kwargs)
         indices = _sampling.sample_token_indices(
             jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows, options.place),
             size,
-            num_kept=options.num_kept,
+            num_kept=kept,
             always_keep=options.always_keep,
             group=options.group,
         )
@@ -140,9 +146,9 @@ def _dropping_class(plain):
     return type(f"RandomLTD{plain.__name__}", (_RandomLTD, plain), space)
 
 
-def _convert(block, options, rngs=None):
+def _convert(block: Any, options: _Options, rngs: nnx.Rngs | None = None) -> Any:
     plain = block.plain if isinstance(block, _RandomLTD) else type(block)
-    new = object.__new__(_dropping_class(plain))
+    new: Any = object.__new__(_dropping_class(plain))
     vars(new).update(vars(block))
     new.random_ltd = options
     # A stream of its own, as Dropout has: blocks share no state.
