@@ -17,13 +17,20 @@ from dataeff_jax import typing
 from dataeff_jax.models import _block, _layers
 
 
-def make_blocks(num_layers: int, *, rngs: nnx.Rngs, **kwargs) -> _block.Block:
+def make_blocks(
+    num_layers: int,
+    *,
+    block: type[_block.Block] = _block.Block,
+    rngs: nnx.Rngs,
+    **kwargs,
+) -> _block.Block:
     """One `Block` whose parameters are stacks [L, ...] of independent draws.
 
     Args:
         num_layers: L.
+        block: Its class.
         rngs: Source of keys, nnx.Rngs.
-        **kwargs: Arguments of `Block`.
+        **kwargs: Arguments of the class.
 
     Returns:
         The stack, to be run by `run_blocks`.
@@ -37,7 +44,7 @@ def make_blocks(num_layers: int, *, rngs: nnx.Rngs, **kwargs) -> _block.Block:
     @nnx.split_rngs(splits=num_layers)
     @nnx.vmap
     def make(rngs):
-        return _block.Block(rngs=rngs, **kwargs)
+        return block(rngs=rngs, **kwargs)
 
     return make(rngs)
 

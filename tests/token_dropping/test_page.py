@@ -1,0 +1,17 @@
+"""The page about token dropping prints what it says."""
+
+import pathlib
+import re
+
+import jax
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "token_dropping.md"
+
+
+def test_the_page_prints_what_it_says(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    assert len(blocks) == 4
+    with jax.numpy_rank_promotion("allow"):  # flax's own layers promote ranks
+        exec("\n".join(blocks), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["True", "False", "True", "21 1344 3648 4", "3", "True", "[4, 4]"]
