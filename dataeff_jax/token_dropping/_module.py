@@ -52,12 +52,12 @@ class _RandomLTD:
                 kwargs.pop(name, None)
         options, size = self.random_ltd, x.shape[1]
         kept = options.num_kept
-        if isinstance(kept, tuple):
+        if rows is not None and isinstance(kept, tuple):
             raise ValueError(
                 "this block stands for a stack of layers that keep different numbers "
                 "of tokens; models.run_blocks runs it."
             )
-        if rows is None or kept is None or kept >= size:
+        if rows is None or not isinstance(kept, int) or kept >= size:
             return call(x, *args, **kwargs)
         indices = _sampling.sample_token_indices(
             jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows, options.place),

@@ -420,6 +420,8 @@ def test_keys_of_the_wrong_number_are_refused():
     dropping = token_dropping.with_random_ltd(build(), num_kept=4)
     with pytest.raises(ValueError, match="one key a row"):
         dropping.blocks(jnp.ones((4, 16, 16)), keys=row_keys(3))
+    with pytest.raises(ValueError, match="run_blocks"):
+        dropping.blocks(jnp.ones((4, 16, 16)), keys=row_keys(4))
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert"])

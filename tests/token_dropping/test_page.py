@@ -14,4 +14,4 @@ def test_the_page_prints_what_it_says(capsys):
     with jax.numpy_rank_promotion("allow"):  # flax's own layers promote ranks
         exec("\n".join(blocks), {})
     printed = capsys.readouterr().out.splitlines()
-    assert printed == ["True", "False", "True", "21 1344 3648 4", "3", "True", "[4, 4]"]
+    assert printed == ["True", "False", "True", "20 1280 3808 3", "3", "True", "[4, 4]"]
