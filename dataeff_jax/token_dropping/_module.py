@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -194,7 +195,7 @@ def dropping_block(
     References:
         Yao et al., Random-LTD, 2022, https://arxiv.org/abs/2211.11586
     """
-    options = _options(num_kept, _place(()), always_keep, group, kinds)
+    options = _options(operator.index(num_kept), _place(()), always_keep, group, kinds)
     return _convert(block, options, rngs)
 
 
@@ -258,6 +259,8 @@ def with_random_ltd(
     References:
         Yao et al., Random-LTD, 2022, https://arxiv.org/abs/2211.11586
     """
+    if not isinstance(num_kept, Sequence):
+        num_kept = operator.index(num_kept)  # schedules may give NumPy's integers
     layers = list(_layers_of(model))
     where = _default_where(layers, num_kept) if where is None else where
     if rngs is not None and any(layer.stacked for layer in layers):

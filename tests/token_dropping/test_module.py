@@ -90,7 +90,7 @@ def test_the_arrays_are_shared_and_stay_where_they_are(name):
     assert before.keys() == after.keys()
     assert all(before[path] is after[path] for path in before)
     assert not hasattr(model.blocks, "random_ltd")
-    again = token_dropping.with_random_ltd(dropping, num_kept=4)
+    again = token_dropping.with_random_ltd(dropping, num_kept=np.int64(4))
     assert nnx.graphdef(again) == nnx.graphdef(dropping)
     assert hash(nnx.graphdef(again)) == hash(nnx.graphdef(dropping))
 
