@@ -47,7 +47,8 @@ def drop_tokens(
     uses positions must be given them: `positions=None` stands for 0 to S - 1.
 
     Args:
-        block_fn: (x [B, K, D], **arguments) -> [B, K, D], or a tuple that begins so.
+        block_fn: Takes x [B, K, D] and the arguments by name, returns [B, K, D] or a
+            tuple that begins so.
         x: [B, S, D].
         indices: int32[B, K], strictly increasing; see `sample_token_indices`.
         kinds: Kinds of further arguments of the block, or other kinds of these.
