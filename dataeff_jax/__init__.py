@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
         optimizers,
         schedules,
         testing,
+        token_dropping,
         training,
         typing,
     )
@@ -37,6 +38,7 @@ __all__ = [
     "optimizers",
     "schedules",
     "testing",
+    "token_dropping",
     "training",
     "typing",
 ]

@@ -39,13 +39,16 @@ FENCES = {
 }
 
 
+TOP = ("pallas_kernels", "dataeff_jax", "configs", "experiments")
+
+
 def room_of(path: pathlib.Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[1] if parts[0] == "dataeff_jax" else parts[0]
 
 
 def sources():
-    for top in ("pallas_kernels", "dataeff_jax", "configs", "experiments"):
+    for top in TOP:
         yield from sorted((ROOT / top).rglob("*.py"))
 
 
@@ -63,7 +66,8 @@ def imported_room(name: str) -> str | None:
     parts = name.split(".")
     if parts[0] == "dataeff_jax":
         return parts[1] if len(parts) > 1 and parts[1] in HEIGHT else "__init__"
-    return parts[0] if parts[0] in HEIGHT else None
+    # Not `typing` of the standard library, which has the name of a room.
+    return parts[0] if parts[0] in TOP else None
 
 
 @pytest.mark.parametrize(

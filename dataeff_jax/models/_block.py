@@ -1,13 +1,7 @@
-"""The transformer block that GPT, BERT and ViT share, and stacks of it.
-
-A stack is one `Block` whose parameters have a leading layer axis: [L, ...] under one
-path, whatever runs it. Scanning compiles one block for any depth; unrolling runs
-faster on CPUs.
-"""
+"""The transformer block that GPT, BERT and ViT share; `_stack` runs many of it."""
 
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -119,6 +113,25 @@ class Block(nnx.Module):
         x = self.norm1(x + attend(x))
         return self.norm2(x + feed(x))
 
+    def layer_runs(
+        self, num_layers: int, *, size: int, training: bool
+    ) -> list[tuple["Block", int]]:
+        """Runs of consecutive layers of a stack that compute alike.
+
+        A subclass may tell layers apart by what is static in a block, such as the
+        number of tokens that it sees; parameters play no part.
+
+        Args:
+            num_layers: L of the stack that this block stands for.
+            size: S, tokens of a row.
+            training: Whether there are keys.
+
+        Returns:
+            (block, number of layers) from the first layer to the last.
+        """
+        del size, training
+        return [(self, num_layers)]
+
     def _drop(self, x, keys, place):
         if self.dropout_rate == 0.0:
             return x
@@ -143,114 +156,6 @@ class Block(nnx.Module):
         x = self.up.product(x)  # [B, S, F]
         x = _layers.biased_gelu(x, self.up.bias[...], approximate=approximate)
         return self.down(x)
-
-
-def make_blocks(num_layers: int, *, rngs: nnx.Rngs, **kwargs) -> Block:
-    """One `Block` whose parameters are stacks [L, ...] of independent draws.
-
-    Args:
-        num_layers: L.
-        rngs: Source of keys, nnx.Rngs.
-        **kwargs: Arguments of `Block`.
-
-    Returns:
-        The stack, to be run by `run_blocks`.
-
-    Example:
-        >>> sizes = dict(width=8, num_heads=2, ffw_width=16)
-        >>> make_blocks(3, rngs=nnx.Rngs(0), **sizes).up.kernel.shape
-        (3, 8, 16)
-    """
-
-    @nnx.split_rngs(splits=num_layers)
-    @nnx.vmap
-    def make(rngs):
-        return Block(rngs=rngs, **kwargs)
-
-    return make(rngs)
-
-
-def run_blocks(
-    blocks: nnx.Module,
-    x: typing.Array,
-    *,
-    keys: typing.KeyArray | None = None,
-    layers: Layers = "scan",
-    remat: Literal["block"] | None = None,
-    **kwargs,
-) -> typing.Array:
-    """Runs a stack of blocks, layer after layer.
-
-    Args:
-        blocks: A block whose parameters have a leading layer axis, [L, ...].
-        x: [B, S, D].
-        keys: One key a row, [B]; layer l uses them folded with l.
-        layers: "scan" (one compiled block) or "unroll" (L copies, faster on CPUs).
-        remat: "block" saves only each block's input and recomputes the rest.
-        **kwargs: Further arguments of the block, the same for every layer.
-
-    Returns:
-        [B, S, D].
-
-    Example:
-        >>> sizes = dict(width=8, num_heads=2, ffw_width=16)
-        >>> blocks = make_blocks(2, rngs=nnx.Rngs(0), **sizes)
-        >>> run_blocks(blocks, jnp.ones((1, 4, 8))).shape
-        (1, 4, 8)
-    """
-    graphdef, state = nnx.split(blocks)
-
-    def layer(x, state, index):
-        block = nnx.merge(graphdef, state)
-        return block(x, keys=_layers.fold_rows(keys, index), **kwargs)
-
-    if remat == "block":
-        # Inside a scan the loop itself keeps XLA from merging the two passes.
-        layer = jax.checkpoint(layer, prevent_cse=layers == "unroll")
-    num_layers = jax.tree.leaves(state)[0].shape[0]
-    if layers == "unroll":
-        for index, part in enumerate(unstack(state, num_layers)):
-            x = layer(x, part, index)
-        return x
-    indices = jnp.arange(num_layers)
-    return jax.lax.scan(lambda x, part: (layer(x, *part), None), x, (state, indices))[0]
-
-
-def unstack(tree: typing.PyTree, num_layers: int) -> list[typing.PyTree]:
-    """Splits stacked leaves [L, ...] into L trees, with one stack as the gradient.
-
-    Autodiff of L slices would add up L arrays of the whole size.
-
-    Args:
-        tree: Leaves with a leading layer axis.
-        num_layers: L.
-
-    Returns:
-        A list of L trees.
-
-    Example:
-        >>> [part["w"].shape for part in unstack({"w": jnp.ones((2, 3))}, 2)]
-        [(3,), (3,)]
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    parts = [_unstack(num_layers, leaf) for leaf in leaves]
-    return [jax.tree.unflatten(treedef, part) for part in zip(*parts, strict=True)]
-
-
-def _unstack_leaf(num_layers, leaf):
-    return tuple(leaf[index] for index in range(num_layers))
-
-
-def _unstack_forward(num_layers, leaf):
-    return _unstack_leaf(num_layers, leaf), None
-
-
-def _unstack_backward(num_layers, _, parts):
-    return (jnp.stack(parts),)
-
-
-_unstack = jax.custom_vjp(_unstack_leaf, nondiff_argnums=(0,))
-_unstack.defvjp(_unstack_forward, _unstack_backward)
 
 
 def check_sizes(

@@ -5,8 +5,43 @@ m = ffw_width / h; a = 2 where masked scores are skipped (causal), 4 where all a
 computed. Norms, activations and softmax are left out: they are below 2% at width 512.
 """
 
+import fractions
+import math
+from collections.abc import Mapping
+from typing import Any
 
-def block_flops(length: int, *, width: int, ffw_width: int, causal: bool) -> int:
+
+def expert_capacity(
+    length: int, *, num_experts: int, num_selected: int, capacity_factor: float
+) -> int:
+    """Tokens of a row that each expert has room for, ceil(factor K s / E).
+
+    Args:
+        length: s, tokens of the row that the block sees.
+        num_experts: E.
+        num_selected: K, experts a token.
+        capacity_factor: Room over what equal loads would take.
+
+    Returns:
+        A Python integer.
+
+    Example:
+        >>> expert_capacity(10, num_experts=4, num_selected=2, capacity_factor=1.25)
+        7
+    """
+    # As the decimal fraction that was written: 1.1 * 10 / 11 is no more than 1.
+    factor = fractions.Fraction(str(capacity_factor))
+    return math.ceil(factor * num_selected * length / num_experts)
+
+
+def block_flops(
+    length: int,
+    *,
+    width: int,
+    ffw_width: int,
+    causal: bool,
+    experts: Mapping[str, Any] | None = None,
+) -> int:
     """Forward FLOPs of one block for one row of `length` tokens, F(s).
 
     Args:
@@ -14,6 +49,8 @@ def block_flops(length: int, *, width: int, ffw_width: int, causal: bool) -> int
         width: h.
         ffw_width: Width of the feed-forward network, m h.
         causal: Whether masked scores are skipped, a = 2 instead of 4.
+        experts: Arguments of `expert_capacity`: the feed-forward network runs on all
+            slots of the experts instead of s tokens, and there is a router.
 
     Returns:
         An exact Python integer.
@@ -22,8 +59,12 @@ def block_flops(length: int, *, width: int, ffw_width: int, causal: bool) -> int
         >>> block_flops(10, width=4, ffw_width=16, causal=False)
         5440
     """
-    matmuls = (8 * width + 4 * ffw_width) * length * width
-    return matmuls + (2 if causal else 4) * length * length * width
+    slots, router = length, 0
+    if experts is not None:
+        slots = experts["num_experts"] * expert_capacity(length, **experts)
+        router = 2 * length * width * experts["num_experts"]
+    matmuls = (8 * width * length + 4 * ffw_width * slots) * width
+    return matmuls + router + (2 if causal else 4) * length * length * width
 
 
 def stack_flops(

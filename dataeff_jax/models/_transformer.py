@@ -5,7 +5,7 @@ al., https://arxiv.org/abs/2005.14165. BERT: Devlin et al.,
 https://arxiv.org/abs/1810.04805.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dataeff_jax import typing
-from dataeff_jax.models import _arrays, _attention, _block, _flops, _layers, _loss
+from dataeff_jax.models import (
+    _arrays,
+    _attention,
+    _block,
+    _flops,
+    _layers,
+    _loss,
+    _moe,
+    _stack,
+)
 
 Remat = Literal["block"]
 
@@ -52,7 +61,7 @@ class _LanguageModel(nnx.Module):
             )
 
     def _run(self, x, *, keys, segment_ids, lengths, **kwargs):
-        return _block.run_blocks(
+        return _stack.run_blocks(
             self.blocks,
             x,
             keys=keys,
@@ -99,6 +108,10 @@ class _LanguageModel(nnx.Module):
             return losses.mean(axis=1)
         return (losses * weights).sum(axis=1) / weights.sum(axis=1)
 
+    def _experts(self):
+        blocks = self.blocks
+        return blocks.routing() if isinstance(blocks, _moe.MoEBlock) else None
+
     def _head_flops(self, length: int) -> int:
         return 2 * length * self.width * self.vocab_size
 
@@ -130,6 +143,7 @@ class _LanguageModel(nnx.Module):
             width=self.width,
             ffw_width=self.ffw_width,
             causal=self.causal,
+            experts=self._experts(),
         )
         return stack + self._head_flops(length)
 
@@ -185,6 +199,10 @@ class GPT(_LanguageModel):
         remat: "block" recomputes every block in the backward pass; None saves all.
         layers: "scan" compiles one block for any depth; "unroll" is faster on CPUs.
         implementation: Of `attention`; None chooses by backend.
+        num_experts: E, experts in the feed-forward network of every layer; None means
+            none. See `MoEBlock`.
+        expert_options: Further arguments of `MoEBlock`: num_selected, capacity_factor,
+            balance_weight, router_z_weight.
         rngs: Source of keys, nnx.Rngs.
 
     Raises:
@@ -218,6 +236,8 @@ class GPT(_LanguageModel):
         remat: Remat | None = None,
         layers: _block.Layers = "scan",
         implementation: _attention.Implementation | None = None,
+        num_experts: int | None = None,
+        expert_options: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
     ):
         _check_positions(positions, width, num_heads)
@@ -241,7 +261,11 @@ class GPT(_LanguageModel):
             self.position_embedding = _layers.Embedding(
                 max_length, width, stddev=0.02, rngs=rngs
             )
-        self.blocks = _block.make_blocks(
+        experts: dict[str, Any] = {}
+        if num_experts is not None:
+            options = {"num_experts": num_experts, **(expert_options or {})}
+            experts = {"block": _moe.MoEBlock, **options}
+        self.blocks = _stack.make_blocks(
             num_layers,
             width=width,
             num_heads=num_heads,
@@ -252,6 +276,7 @@ class GPT(_LanguageModel):
             # GPT-2: branches that add to the residual stream start smaller.
             residual_stddev=0.02 / (2 * num_layers) ** 0.5,
             rngs=rngs,
+            **experts,
         )
         self.final_norm = _layers.LayerNorm(width, epsilon=1e-5)
 
@@ -279,6 +304,18 @@ class GPT(_LanguageModel):
         Raises:
             ValueError: If S exceeds the model's `max_length`.
         """
+        return self._hidden_states(
+            tokens,
+            segment_ids=segment_ids,
+            positions=positions,
+            lengths=lengths,
+            keys=keys,
+        )[0]
+
+    def _hidden_states(
+        self, tokens, *, segment_ids=None, positions=None, lengths=None, keys=None
+    ):
+        """Final hidden states, and the auxiliary losses [B] of experts, or None."""
         self._check_length(tokens.shape[1])
         x = self.token_embedding(tokens)
         if self.positions == "learned":
@@ -287,7 +324,8 @@ class GPT(_LanguageModel):
         x = self._run(
             x, keys=keys, segment_ids=segment_ids, lengths=lengths, positions=positions
         )
-        return self.final_norm(x)
+        x, auxiliary_loss = x if isinstance(x, tuple) else (x, None)
+        return self.final_norm(x), auxiliary_loss
 
     def __call__(self, tokens: typing.Array, **kwargs) -> typing.Array:
         """Logits float32[B, S, V]; arguments as of `hidden_states`."""
@@ -299,6 +337,9 @@ class GPT(_LanguageModel):
     ) -> tuple[typing.Array, typing.Array | float]:
         """Summed cross entropy of the next tokens, and what to divide it by.
 
+        With experts and keys, so in training, their auxiliary losses are in the sum, by
+        the weight of each row; without keys it is the cross entropy alone.
+
         Args:
             batch: tokens and targets int32[B, S]; optionally segment_ids, positions,
                 lengths, and weights float32[B, S].
@@ -307,13 +348,17 @@ class GPT(_LanguageModel):
         Returns:
             (loss_sum float32[], weight_sum float32[] or a Python float).
         """
-        hidden = self.hidden_states(batch["tokens"], keys=keys, **_masks(batch))
+        hidden, auxiliary_loss = self._hidden_states(
+            batch["tokens"], keys=keys, **_masks(batch)
+        )
         loss_sum = _loss.cross_entropy(
             hidden,
             self.token_embedding.embedding[...],
             batch["targets"],
             weights=batch.get("weights"),
         )
+        if auxiliary_loss is not None and keys is not None:
+            loss_sum = loss_sum + jnp.sum(auxiliary_loss * _row_weights(batch))
         return loss_sum, _loss.weight_sum(batch, batch["targets"].size)
 
 
@@ -395,7 +440,7 @@ class BERT(_LanguageModel):
         self.position_embedding = embedding(max_length)
         self.type_embedding = embedding(type_vocab_size)
         self.embedding_norm = _layers.LayerNorm(width, epsilon=epsilon)
-        self.blocks = _block.make_blocks(
+        self.blocks = _stack.make_blocks(
             num_layers,
             width=width,
             num_heads=num_heads,
@@ -496,6 +541,12 @@ class BERT(_LanguageModel):
 
 def _masks(batch):
     return {name: batch.get(name) for name in ("segment_ids", "positions", "lengths")}
+
+
+def _row_weights(batch):
+    """What the tokens of each row weigh together: [B], or a number."""
+    weights = batch.get("weights")
+    return batch["targets"].shape[1] if weights is None else jnp.sum(weights, axis=1)
 
 
 def _look_up_positions(table, positions, size):

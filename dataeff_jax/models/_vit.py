@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from dataeff_jax import typing
-from dataeff_jax.models import _arrays, _attention, _block, _flops, _layers, _loss
+from dataeff_jax.models import (
+    _arrays,
+    _attention,
+    _block,
+    _flops,
+    _layers,
+    _loss,
+    _stack,
+)
 
 
 class ViT(nnx.Module):
@@ -107,7 +115,7 @@ class ViT(nnx.Module):
         self.position_embedding = _layers.Embedding(
             self.num_patches + 1, width, stddev=0.02, rngs=rngs
         )
-        self.blocks = _block.make_blocks(
+        self.blocks = _stack.make_blocks(
             num_layers,
             width=width,
             num_heads=num_heads,
@@ -151,7 +159,7 @@ class ViT(nnx.Module):
         if self.dropout_rate > 0.0:
             row_keys = _layers.fold_rows(keys, self.num_layers)
             x = _layers.dropout(x, rate=self.dropout_rate, keys=row_keys)
-        x = _block.run_blocks(
+        x = _stack.run_blocks(
             self.blocks, x, keys=keys, layers=self.layers, remat=self.remat
         )
         return self.final_norm(x)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from dataeff_jax import models
-from dataeff_jax.models import _block, _layers, _loss
+from dataeff_jax.models import _layers, _loss, _stack
 
 SIZES = {
     "vocab_size": 48,
@@ -102,7 +102,7 @@ def test_unstack_gives_slices_and_one_stack_back():
     tree = {"w": jnp.arange(6.0).reshape(3, 2)}
 
     def weigh(tree):
-        parts = _block.unstack(tree, 3)
+        parts = _stack.unstack(tree, 3)
         return sum((i + 1) * part["w"].sum() for i, part in enumerate(parts))
 
     gradient = jax.grad(weigh)(tree)["w"]
