@@ -9,7 +9,9 @@ from dataeff_jax.collectives._compression import (
 )
 from dataeff_jax.collectives._error_feedback import (
     ErrorFeedback,
+    device_spec,
     error_feedback,
+    mesh_sizes,
     pending_mean,
     resize_errors,
 )
@@ -33,8 +35,10 @@ __all__ = [
     "compressed_pmean",
     "compressed_psum",
     "compression_plan",
+    "device_spec",
     "error_feedback",
     "exclude_vectors",
+    "mesh_sizes",
     "pack_bits",
     "pending_mean",
     "resize_errors",

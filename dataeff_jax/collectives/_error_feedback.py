@@ -36,6 +36,11 @@ def device_spec(axis_name: typing.AxisName) -> jax.P:
 
     Returns:
       ``P(axes)``.
+
+    Example:
+      >>> with jax.set_mesh(jax.make_mesh((8, 1), ("node", "local"))):
+      ...     device_spec(("node", "local"))
+      P('node',)
     """
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     shape = jax.sharding.get_abstract_mesh().shape
