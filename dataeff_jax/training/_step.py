@@ -107,6 +107,19 @@ def _norm_metrics(opt_state) -> Metrics:
     return {"grad_norm": found[0][1]} if found else {}
 
 
+def _local_params(params, opt_state):
+    """Where this device takes its gradient.
+
+    Optimizers whose devices go on by themselves between messages keep the difference in
+    a state that offers ``local_params(params)``.
+    """
+    offers = lambda state: hasattr(state, "local_params")  # noqa: E731
+    for state in jax.tree.leaves(opt_state, is_leaf=offers):
+        if offers(state):
+            params = state.local_params(params)
+    return params
+
+
 def _body(loss_fn, tx, axis_name, accumulation_steps):
     """Makes the step of one device."""
 
@@ -114,7 +127,12 @@ def _body(loss_fn, tx, axis_name, accumulation_steps):
         rows = jax.tree.leaves(batch)[0].shape[0]
         keys = row_keys(jax.random.fold_in(key, state.step), rows, axis_name)
         loss_sum, weight_sum, grads, normalized = _sums(
-            loss_fn, state.params, batch, keys, axis_name, accumulation_steps
+            loss_fn,
+            _local_params(state.params, state.opt_state),
+            batch,
+            keys,
+            axis_name,
+            accumulation_steps,
         )
         scale = _grad_scale(weight_sum, normalized, axis_name)
         grads = jax.tree.map(
