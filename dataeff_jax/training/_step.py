@@ -1,5 +1,6 @@
 """The data-parallel training step: one ``jit(shard_map(body))``."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,7 +121,7 @@ def _local_params(params, opt_state):
     return params
 
 
-def _body(loss_fn, tx, axis_name, accumulation_steps):
+def _body(loss_fn, tx, axis_name, accumulation_steps, static):
     """Makes the step of one device."""
 
     def body(state, batch, key, extra_args):
@@ -139,7 +140,7 @@ def _body(loss_fn, tx, axis_name, accumulation_steps):
             lambda g, p: (g * scale).astype(p.dtype), grads, state.params
         )
         updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, **extra_args
+            grads, state.opt_state, state.params, **extra_args, **static
         )
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss_sum": loss_sum, "weight_sum": weight_sum}
@@ -165,15 +166,16 @@ def _check_rows(batch, num_devices: int, accumulation_steps: int) -> None:
     )
 
 
-def _axis_size(axis_name: str) -> int:
+def _axis_size(axis_name: typing.AxisName) -> int:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    if axis_name not in mesh.shape:
+    if not set(names) <= set(mesh.shape):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh {dict(mesh.shape)};"
             " call the step inside jax.set_mesh(distributed.data_mesh()), or pass"
             " axis_name=None for one device."
         )
-    return mesh.shape[axis_name]
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _sharded(make_body, state, batch, rest, axis_name):
@@ -204,7 +206,7 @@ def data_parallel_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    axis_name: str | None = "data",
+    axis_name: typing.AxisName | None = "data",
     accumulation_steps: int = 1,
 ):
     """Builds a training step that is compiled once and donates its state.
@@ -222,12 +224,13 @@ def data_parallel_step(
         float32[] each, weight_sum may be a positive Python number (the same for every
         equal number of rows). ``keys`` has one key a row.
       tx: the optimizer, with a link that communicates over ``axis_name``.
-      axis_name: mesh axis of the rows; None means one device and no mesh.
+      axis_name: mesh axis of the rows, or several; None means one device and no mesh.
       accumulation_steps: micro-batches a batch is cut into on each device.
 
     Returns:
       A jitted ``step(state, batch, key, **extra) -> (state, metrics)``; ``extra`` goes
-      to ``tx.update`` (``learning_rate=...``). Metrics are ``loss_sum``, ``weight_sum``
+      to ``tx.update`` (``learning_rate=...``). A ``stage`` among them is static: a
+      program is compiled for each (``optimizers.freeze_stage``). Metrics are ``loss_sum``, ``weight_sum``
       (and ``grad_norm`` where ``tx`` clips), float32[N], one entry a device;
       :func:`read_metrics` averages them. ``step.lower(...)`` compiles ahead.
 
@@ -249,17 +252,19 @@ def data_parallel_step(
         raise ValueError(f"accumulation_steps={accumulation_steps} must be at least 1.")
     tx = optax.with_extra_args_support(tx)
 
-    def make_body(axis):
-        return _body(loss_fn, tx, axis, accumulation_steps)
-
-    def step(state, batch, key, **extra_args):
+    def step(state, batch, key, *, stage=None, **extra_args):
         num_devices = 1 if axis_name is None else _axis_size(axis_name)
         _check_rows(batch, num_devices, accumulation_steps)
+        static = {} if stage is None else {"stage": stage}
+
+        def make_body(axis):
+            return _body(loss_fn, tx, axis, accumulation_steps, static)
+
         if axis_name is None:
             return make_body(None)(state, batch, key, extra_args)
         return _sharded(make_body, state, batch, (key, extra_args), axis_name)
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, static_argnames="stage")
 
 
 def read_pending(pending: Mapping[int, Metrics]) -> dict[int, dict[str, float]]:
