@@ -11,8 +11,10 @@ from dataeff_jax.collectives._error_feedback import (
     ErrorFeedback,
     device_spec,
     error_feedback,
+    logical_errors,
     mesh_sizes,
     pending_mean,
+    physical_errors,
     resize_errors,
 )
 from dataeff_jax.collectives._plan import LeafLayout, Plan, compression_plan
@@ -38,9 +40,11 @@ __all__ = [
     "device_spec",
     "error_feedback",
     "exclude_vectors",
+    "logical_errors",
     "mesh_sizes",
     "pack_bits",
     "pending_mean",
+    "physical_errors",
     "resize_errors",
     "unpack_bits",
 ]

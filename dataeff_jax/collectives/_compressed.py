@@ -9,7 +9,7 @@ average again, and an all-gather hands it out. Scales travel inside the two mess
 import jax
 import jax.numpy as jnp
 
-from dataeff_jax import distributed, typing
+from dataeff_jax import typing
 from dataeff_jax.collectives import (
     _compression,
     _error_feedback,
@@ -50,6 +50,7 @@ def compressed_pmean(
       The mean, float32, typed as equal on all devices, and the new feedback.
 
     Example:
+      >>> from dataeff_jax import distributed
       >>> mesh, tree = jax.make_mesh((8,), ("data",)), {"w": jnp.ones((128, 64))}
       >>> with jax.set_mesh(mesh):
       ...     errors = _error_feedback.error_feedback(tree, "data")
@@ -236,5 +237,3 @@ def _plain_mean(named, masks, plan, group):
         if masks[name] is not None:
             sent[name] = x * masks[name].astype(jnp.float32)
     return rest | sent
-
-

@@ -169,6 +169,13 @@ def logical_errors(
 
     Returns:
       Worker errors ``[nodes, ...]`` and server errors ``[...]``, by leaf.
+
+    Example:
+      >>> tree, c = {"w": jnp.ones((3, 5))}, _compression.Compression(min_size=0)
+      >>> plan = _plan.compression_plan(tree, num_devices=2, compression=c)
+      >>> errors = physical_errors({"w": np.ones((2, 3, 5))}, tree, plan)
+      >>> errors.worker["w"].shape, logical_errors(errors, plan)[0]["w"].shape
+      ((2, 2, 1, 1, 8), (2, 3, 5))
     """
     worker, server = {}, {}
     for layout in plan.leaves:
@@ -210,6 +217,12 @@ def physical_errors(
 
     Returns:
       Whole arrays on the host.
+
+    Example:
+      >>> tree, c = {"w": np.ones((8, 8))}, _compression.Compression(min_size=0)
+      >>> plan = _plan.compression_plan(tree, num_devices=4, compression=c)
+      >>> physical_errors({"w": np.ones((4, 8, 8))}, tree, plan).server["w"].shape
+      (4, 1, 1, 16)
     """
     dtype = jnp.dtype(plan.compression.error_dtype)
     devices = plan.nodes * plan.local
@@ -218,7 +231,7 @@ def physical_errors(
         mine = np.stack([_split(layout, leaf) for leaf in worker[layout.name]])
         shape = (devices, plan.nodes, *layout.part_shape)
         held.worker[layout.name] = mine.reshape(shape).astype(dtype)
-        own = _split(layout, server[layout.name])
+        own = _split(layout, np.asarray(server[layout.name]))
         own = own.reshape(plan.local, plan.nodes, *layout.part_shape).swapaxes(0, 1)
         held.server[layout.name] = own.reshape(devices, *layout.part_shape).astype(
             dtype

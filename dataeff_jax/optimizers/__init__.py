@@ -8,6 +8,11 @@ from dataeff_jax.optimizers._clipping import (
 )
 from dataeff_jax.optimizers._communication import pmean_grads
 from dataeff_jax.optimizers._compressed_mean import skip_nonfinite
+from dataeff_jax.optimizers._deepspeed import (
+    DeepSpeedOptimizer,
+    read_deepspeed_optimizer,
+)
+from dataeff_jax.optimizers._freeze_rule import FreezeRule, variance_norm
 from dataeff_jax.optimizers._lamb import lamb, scale_by_layer_trust_ratio
 from dataeff_jax.optimizers._learning_rate import (
     WithLearningRateState,
@@ -20,6 +25,13 @@ from dataeff_jax.optimizers._onebit_adam import (
     scale_by_onebit_adam,
 )
 from dataeff_jax.optimizers._onebit_lamb import OneBitLambState, onebit_lamb
+from dataeff_jax.optimizers._resume import (
+    compact_errors,
+    expand_errors,
+    resize_state,
+    state_shapes,
+    synchronise,
+)
 from dataeff_jax.optimizers._zero_one_adam import (
     ZeroOneAdamState,
     local_params,
@@ -29,6 +41,8 @@ from dataeff_jax.optimizers._zero_one_schedule import ZeroOneSchedule
 
 __all__ = [
     "ClipByGlobalNormState",
+    "DeepSpeedOptimizer",
+    "FreezeRule",
     "OneBitAdamState",
     "OneBitLambState",
     "WithLearningRateState",
@@ -36,6 +50,8 @@ __all__ = [
     "ZeroOneSchedule",
     "clip_by_global_norm",
     "clip_by_shared_norm",
+    "compact_errors",
+    "expand_errors",
     "freeze_stage",
     "global_norm",
     "lamb",
@@ -43,9 +59,14 @@ __all__ = [
     "onebit_adam",
     "onebit_lamb",
     "pmean_grads",
+    "read_deepspeed_optimizer",
+    "resize_state",
     "scale_by_layer_trust_ratio",
     "scale_by_onebit_adam",
     "skip_nonfinite",
+    "state_shapes",
+    "synchronise",
+    "variance_norm",
     "with_learning_rate",
     "zero_one_adam",
 ]

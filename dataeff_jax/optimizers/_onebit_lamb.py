@@ -22,7 +22,7 @@ from dataeff_jax.optimizers import (
 
 
 class OneBitLambState(NamedTuple):
-    """State of 1-bit LAMB; a layer's values have its norm's shape: [1, ..] or [L, ..]."""
+    """State of 1-bit LAMB; values of layers have shape [1, ..] or [L, 1, ..]."""
 
     count: jax.Array  # int32[], updates done
     nu_count: jax.Array  # int32[], updates of nu: no more after the freeze
@@ -276,9 +276,7 @@ def onebit_lamb(
         # The original leaves ratios of exactly 1 out of the mean.
         counts = jax.tree.map(lambda r: (r != 1) | (not original), ratio)
         coefficient = jax.tree.map(
-            lambda c, r, new: jnp.where(
-                new, coeff_beta * c + (1 - coeff_beta) * r, c
-            ),
+            lambda c, r, new: jnp.where(new, coeff_beta * c + (1 - coeff_beta) * r, c),
             state.coefficient,
             ratio,
             counts,
@@ -303,7 +301,9 @@ def onebit_lamb(
 
         def of(coefficient, count):
             weight = 1 - coeff_beta ** count.astype(jnp.float32)
-            return jnp.where(count > 0, coefficient / jnp.where(count > 0, weight, 1), 1)
+            return jnp.where(
+                count > 0, coefficient / jnp.where(count > 0, weight, 1), 1
+            )
 
         return jax.tree.map(of, state.coefficient, state.coefficient_count)
 
@@ -334,7 +334,9 @@ def onebit_lamb(
         sent, sent_active = mine, active
         if original:
             sent = _fuse(mine)
-            sent_active = None if active is None else {"fused": _fuse(active)["fused"] > 0}
+            sent_active = (
+                None if active is None else {"fused": _fuse(active)["fused"] > 0}
+            )
         mean, feedback = _compressed_mean.compressed_mean(
             sent,
             axis_name,

@@ -258,8 +258,9 @@ def zero_one_adam(
         if corrects:
             mu = optax.tree.bias_correction(mu, b1, state.count)
         return jax.tree.map(
-            lambda m, d, p, decays: -rate
-            * (m / d + (weight_decay * p.astype(f32) if decays else 0)),
+            lambda m, d, p, decays: (
+                -rate * (m / d + (weight_decay * p.astype(f32) if decays else 0))
+            ),
             mu,
             denominator(state),
             params,
@@ -346,8 +347,9 @@ def zero_one_adam(
         )
         if original:  # decay is summed up with the momentum
             drift = jax.tree.map(
-                lambda u, p, d, decays: u
-                + (rate * weight_decay * d * p.astype(f32))[None] * decays,
+                lambda u, p, d, decays: (
+                    u + (rate * weight_decay * d * p.astype(f32))[None] * decays
+                ),
                 drift,
                 state.local_params(params),
                 denominator(state),
@@ -391,9 +393,7 @@ def zero_one_adam(
             state.decay,
         )
         mu = jax.tree.map(
-            lambda m, u, s: jnp.where(
-                finite & (s > 0), u / jnp.where(s > 0, s, 1), m
-            ),
+            lambda m, u, s: jnp.where(finite & (s > 0), u / jnp.where(s > 0, s, 1), m),
             state.mu,
             mean,
             state.rate_sum,
@@ -444,8 +444,8 @@ def zero_one_adam(
             return jax.lax.switch(index, [typed(kind) for kind in kinds], *arguments)
         if chosen not in _zero_one_schedule.KINDS:
             raise ValueError(
-                f"stage={chosen!r} must be one of {_zero_one_schedule.KINDS}, 'dynamic',"
-                " or the number of updates done."
+                f"stage={chosen!r} must be 'dynamic', one of"
+                f" {_zero_one_schedule.KINDS}, or the number of updates done."
             )
         return typed(kinds[_zero_one_schedule.KINDS.index(chosen)])(*arguments)
 

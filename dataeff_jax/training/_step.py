@@ -230,9 +230,10 @@ def data_parallel_step(
     Returns:
       A jitted ``step(state, batch, key, **extra) -> (state, metrics)``; ``extra`` goes
       to ``tx.update`` (``learning_rate=...``). A ``stage`` among them is static: a
-      program is compiled for each (``optimizers.freeze_stage``). Metrics are ``loss_sum``, ``weight_sum``
-      (and ``grad_norm`` where ``tx`` clips), float32[N], one entry a device;
-      :func:`read_metrics` averages them. ``step.lower(...)`` compiles ahead.
+      program is compiled for each (``optimizers.freeze_stage``). Metrics are
+      ``loss_sum``, ``weight_sum`` (and ``grad_norm`` where ``tx`` clips), float32[N],
+      one entry a device; :func:`read_metrics` averages them. ``step.lower(...)``
+      compiles ahead.
 
     Raises:
       ValueError: if accumulation_steps is not positive; by the step, before it
