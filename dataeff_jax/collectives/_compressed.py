@@ -144,7 +144,7 @@ def _mean_of_bucket(layouts, named, masks, feedback, group, plan):
         parts = _decoded(layout, layouts, gathered, plan)
         mean[layout.name] = layout.join(parts)
         if masks[layout.name] is not None:
-            mean[layout.name] *= masks[layout.name].astype(jnp.float32)
+            mean[layout.name] = jnp.where(masks[layout.name], mean[layout.name], 0)
     return mean, worker, server
 
 
@@ -169,15 +169,17 @@ def _valid(layout, mask, group, plan):
 def _compress(x, valid, compression):
     """(packed values, scales) to send, and what they leave out."""
     inside, counts = valid
-    if inside is not None:
-        x = x * inside.astype(jnp.float32)  # a product, so that a NaN is not hidden
     axes = (0, 2, 3) if compression.segment == "tensor" else (3,)
+    finite = jnp.all(jnp.isfinite(x), axis=axes, keepdims=True)  # masked ones as well
+    if inside is not None:
+        x = jnp.where(inside, x, 0)
     total = jnp.sum(counts, axis=axes, keepdims=True)
     scale = _compression.scales_of(x, total, compression, axes=axes)
+    scale = jnp.where(finite, scale, jnp.nan)
     packed, sent = _compression.encode(x, scale, compression)
     error = x - sent
     if inside is not None:
-        error = error * inside.astype(jnp.float32)
+        error = jnp.where(inside, error, 0)
     return (packed, jnp.broadcast_to(scale, (*x.shape[:-1], 1))), error
 
 
@@ -216,7 +218,8 @@ def _decoded_mean(layout, layouts, received, plan):
     packed, scale = _parts_of_message(layout, layouts, received, plan)
 
     def add(total, one):
-        return total + _compression.decode(*one, plan.compression), None
+        packed, scale = one
+        return total + _compression.decode(packed, scale, plan.compression), None
 
     first = _compression.decode(packed[0], scale[0], plan.compression)
     if plan.nodes <= 8:  # unrolled, which fuses into one pass
@@ -235,5 +238,5 @@ def _plain_mean(named, masks, plan, group):
     sent = group.pmean({name: x for name, x in rest.items() if x.size})
     for name, x in sent.items():
         if masks[name] is not None:
-            sent[name] = x * masks[name].astype(jnp.float32)
+            sent[name] = jnp.where(masks[name], x, 0)
     return rest | sent

@@ -151,7 +151,7 @@ def scales_of(
     """Takes the scale of each segment.
 
     The largest magnitude is divided out before squaring, so that values of 1e30 and
-    1e-30 have a scale in float32. A NaN or infinity makes its segment's scale NaN.
+    1e-30 have a scale in float32.
 
     Args:
       x: float32[..., b]; what does not count is 0.
@@ -169,7 +169,7 @@ def scales_of(
     """
     top = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
     if compression.format != "sign":
-        return top * (1 / _LEVELS[compression.format]) + top * 0  # inf becomes NaN
+        return top * (1 / _LEVELS[compression.format])
     unit = x / jnp.where(top == 0, 1, top)
     counts = jnp.maximum(counts, 1)
     if compression.norm == "l1":

@@ -5,7 +5,7 @@ data-parallel distributed training of speech DNNs", Interspeech 2014; with error
 both ends of the mean: Hanlin Tang et al., https://arxiv.org/abs/2102.02888.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ class ErrorFeedback(NamedTuple):
     the workers' errors, less the servers' errors.
     """
 
-    worker: dict[str, jax.Array]  # [N, nodes, L, blocks, block], P(axis): of one's own
-    server: dict[str, jax.Array]  # [N, L, blocks, block], P(axis): of the part averaged
+    worker: dict[str, Any]  # [N, nodes, L, blocks, block], P(axis): of one's own
+    server: dict[str, Any]  # [N, L, blocks, block], P(axis): of the part averaged
 
 
 def device_spec(axis_name: typing.AxisName) -> jax.P:
@@ -149,7 +149,7 @@ def pending_mean(feedback: ErrorFeedback, plan: _plan.Plan) -> dict[str, np.ndar
       ...     compression=_compression.Compression(min_size=0))
       >>> one = {"w": np.ones((1, 1, 1, 1, 64))}
       >>> pending_mean(ErrorFeedback(one, {"w": one["w"][0]}), plan)["w"].mean()
-      np.float64(2.0)
+      np.float32(2.0)
     """
     worker, server = logical_errors(feedback, plan)
     return {name: worker[name].mean(axis=0) + server[name] for name in worker}

@@ -119,8 +119,7 @@ def check_collectives(compiled: Any, plan: Any, *, other_bytes: int = 0) -> None
         >>> check_collectives("HloModule alone\\n", None, other_bytes=4)
         Traceback (most recent call last):
         ...
-        ValueError: the program sends 0 bytes a device, 0 of them packed, but 4 and 0 \
-        were declared:
+        ValueError: sent are 0 bytes a device, 0 of them packed; declared 4 and 0:
     """
     report = compiled if isinstance(compiled, list) else collective_report(compiled)
     found = collective_bytes(report)
@@ -134,8 +133,8 @@ def check_collectives(compiled: Any, plan: Any, *, other_bytes: int = 0) -> None
             for item in report
         )
         raise ValueError(
-            f"the program sends {found} bytes a device, {packed} of them packed, but"
-            f" {declared} and {declared_packed} were declared:{lines}"
+            f"sent are {found} bytes a device, {packed} of them packed; declared"
+            f" {declared} and {declared_packed}:{lines}"
         )
 
 

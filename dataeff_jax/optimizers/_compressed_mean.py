@@ -33,7 +33,7 @@ def compressed_mean(
         )
     mean = exact_mean(tree, axis_name)
     if active is not None:
-        mean = jax.tree.map(lambda x, a: x * a.astype(x.dtype), mean, active)
+        mean = jax.tree.map(lambda x, a: jnp.where(a, x, 0), mean, active)
     return mean, feedback
 
 

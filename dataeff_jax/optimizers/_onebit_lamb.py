@@ -186,7 +186,7 @@ def onebit_lamb(
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> round(float(loss(params)), 2)
-      0.34
+      0.47
 
     References:
       Li et al., "1-bit LAMB: communication efficient large-scale large-batch training

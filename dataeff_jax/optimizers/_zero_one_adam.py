@@ -178,7 +178,7 @@ def zero_one_adam(
       ...     updates, state = tx.update(grads, state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> round(float(loss(params)), 2)
-      1.31
+      1.14
 
     References:
       Lu et al., "Maximizing communication efficiency for large-scale training via 0/1
@@ -280,7 +280,7 @@ def zero_one_adam(
                 mean, grads, clip, max_norm=max_grad_norm, axis_name=axis_name
             )
         mu, nu = _compressed_mean.update_moments(mean, state.mu, state.nu, b1, b2)
-        nu_count = optax.safe_increment(state.nu_count)
+        nu_count = jnp.asarray(optax.safe_increment(state.nu_count))
         scale = state.nu_scale
         if corrects:
             scale = 1 / (1 - b2 ** nu_count.astype(f32))
@@ -328,12 +328,12 @@ def zero_one_adam(
         """The device's own step, by which params do not move."""
         state = go_local(state)._replace(eps=jnp.asarray(eps, f32))
         usable = _compressed_mean.all_finite(grads)
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         if clipped:
             grads = _clipping.clip_as_agreed(grads, state.clip, max_norm=max_grad_norm)
         active = active_in(state)
         if active is not None:
-            grads = jax.tree.map(lambda g, a: g * a.astype(g.dtype), grads, active)
+            grads = jax.tree.map(lambda g, a: jnp.where(a, g, 0), grads, active)
         local_mu = jax.tree.map(
             lambda m, g: b1 * m + (1 - b1) * g.astype(f32)[None], state.local_mu, grads
         )
