@@ -6,7 +6,7 @@ from dataeff_jax.optimizers._clipping import (
     clip_by_shared_norm,
     global_norm,
 )
-from dataeff_jax.optimizers._communication import pmean_grads
+from dataeff_jax.optimizers._communication import pmean_grads, set_to_zero
 from dataeff_jax.optimizers._compressed_mean import skip_nonfinite
 from dataeff_jax.optimizers._deepspeed import (
     DeepSpeedOptimizer,
@@ -63,6 +63,7 @@ __all__ = [
     "resize_state",
     "scale_by_layer_trust_ratio",
     "scale_by_onebit_adam",
+    "set_to_zero",
     "skip_nonfinite",
     "state_shapes",
     "synchronise",

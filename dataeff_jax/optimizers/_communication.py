@@ -25,6 +25,31 @@ def mean_over_devices(grads, axis_name):
     return jax.tree.map(lambda g, dtype: g.astype(dtype), mean, dtypes)
 
 
+def set_to_zero() -> optax.GradientTransformation:
+    """Replaces gradients by zeros that are equal on all devices: for frozen parameters.
+
+    ``optax.set_to_zero`` makes zeros that are typed as different on the devices where
+    the gradients are, so that nothing shows that the parameters stay the same.
+
+    Returns:
+      An ``optax.GradientTransformation`` without state, for ``optax.multi_transform``.
+
+    Example:
+      >>> tx = optax.multi_transform(
+      ...     {"on": optax.sgd(1.0), "off": set_to_zero()}, {"a": "on", "b": "off"})
+      >>> params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates["b"].tolist()
+      [0.0]
+    """
+
+    def update_fn(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update_fn)
+
+
 def pmean_grads(axis_name: typing.AxisName | None) -> optax.GradientTransformation:
     """Averages gradients over the devices of an axis, in one collective.
 

@@ -175,6 +175,18 @@ def per_device_zeros(params, axis_name, dtype=jnp.float32):
     return jax.tree.map(leaf, params)
 
 
+def settle(tree, axis_name):
+    """Type gradients as equal along axes of one device, where nothing differs."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+    single = {name for name in names if jax.lax.axis_size(name) == 1}
+
+    def leaf(x):
+        typed = tuple(single & set(jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pmean(x, typed) if typed else x
+
+    return jax.tree.map(leaf, tree) if single else tree
+
+
 def vary_like_devices(tree, axis_name):
     """Type values as different on the devices, where there are several."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()

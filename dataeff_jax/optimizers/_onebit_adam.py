@@ -170,6 +170,7 @@ def _scale_by_onebit_adam(
     def update_fn(updates, state, params=None, *, stage=None, **extra_args):
         del params, extra_args
         chosen = built_for if stage is None else stage
+        updates = _compressed_mean.settle(updates, axis_name)
         return run_stage(chosen, freeze_step, warmup, compressed, updates, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

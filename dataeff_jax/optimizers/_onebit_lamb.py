@@ -404,6 +404,7 @@ def onebit_lamb(
             raise ValueError("1-bit LAMB needs params: update(grads, state, params).")
         rate = _compressed_mean.rate_at(built_with, state.count, learning_rate)
         chosen = built_for if stage is None else stage
+        updates = _compressed_mean.settle(updates, axis_name)
         rest = (params, jnp.asarray(rate, jnp.float32))
         return _onebit_adam.run_stage(
             chosen, freeze_step, warmup, compressed, updates, state, *rest

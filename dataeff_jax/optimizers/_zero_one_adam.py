@@ -438,6 +438,7 @@ def zero_one_adam(
         chosen = built_for if stage is None else stage
         if isinstance(chosen, int) and not isinstance(chosen, bool):
             chosen = schedule.kind(chosen)
+        updates = _compressed_mean.settle(updates, axis_name)
         arguments = (updates, state, params, rate)
         if chosen == "dynamic":
             index = schedule.kind_on_device(state.count)

@@ -46,7 +46,8 @@ def feed_gradients(
     """
     tx = optax.with_extra_args_support(tx)
     history, states, compiled = [], [], {}
-    with jax.set_mesh(distributed.data_mesh(num_devices)) as mesh:
+    mesh = distributed.data_mesh(num_devices)
+    with jax.set_mesh(mesh):
         by_device = jax.NamedSharding(mesh, jax.P("data"))
         params = distributed.replicate(params)
         fresh = jax.jit(tx.init)(params)
@@ -83,7 +84,6 @@ def feed_gradients(
             static = extra(i) if extra is not None else {}
             run = compiled.setdefault(tuple(sorted(static.items())), build(static))
             part = jax.tree.map(lambda x: jax.device_put(x, by_device), part)
-
             params, state, here = run(params, state, part)
             history.append(jax.tree.map(np.asarray, here))
             states.append(jax.tree.map(np.asarray, state))
