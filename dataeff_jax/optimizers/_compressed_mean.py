@@ -213,6 +213,11 @@ def not_negative(value: Any) -> tuple[Any, Callable[[Any], bool], str]:
     return value, lambda x: x >= 0, "at least 0"
 
 
+def positive(value: Any) -> tuple[Any, Callable[[Any], bool], str]:
+    """A number of at least 1, for :func:`check_ranges`."""
+    return value, lambda x: x >= 1, "at least 1"
+
+
 def one_of(value: Any, *choices: Any) -> tuple[Any, Callable[[Any], bool], str]:
     """One of some values, for :func:`check_ranges`."""
     return value, lambda x: x in choices, "one of " + ", ".join(map(repr, choices))

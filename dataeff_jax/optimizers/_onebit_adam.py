@@ -94,7 +94,7 @@ def _scale_by_onebit_adam(
         b1=_compressed_mean.fraction(b1),
         b2=_compressed_mean.fraction(b2),
         eps=_compressed_mean.not_negative(eps),
-        freeze_step=_compressed_mean.not_negative(freeze_step),
+        freeze_step=_compressed_mean.positive(freeze_step),
         max_grad_norm=_compressed_mean.not_negative(max_grad_norm),
         bias_correction=_compressed_mean.one_of(bias_correction, "frozen", "none"),
         zero_variance=_compressed_mean.one_of(zero_variance, "mask", "keep"),

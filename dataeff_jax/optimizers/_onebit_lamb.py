@@ -197,7 +197,7 @@ def onebit_lamb(
         b2=_compressed_mean.fraction(b2),
         coeff_beta=_compressed_mean.fraction(coeff_beta),
         eps=_compressed_mean.not_negative(eps),
-        freeze_step=_compressed_mean.not_negative(freeze_step),
+        freeze_step=_compressed_mean.positive(freeze_step),
         max_grad_norm=_compressed_mean.not_negative(max_grad_norm),
         factor_threshold=_compressed_mean.not_negative(factor_threshold),
         factor_reduction=_compressed_mean.one_of(

@@ -384,16 +384,18 @@ def zero_one_adam(
             lambda u: jnp.where(state.unusable[0], jnp.nan, u[0]), state.drift
         )
         mean, feedback = mean_of(sent, state, active_in(state))
-        finite = _compressed_mean.all_finite(mean)
+        # Rates of 0 move nothing: what errors hold stays pending, too.
+        moved = [total > 0 for total in jax.tree.leaves(state.rate_sum)]
+        kept = _compressed_mean.all_finite(mean) & jnp.array(moved[:1]).all()
         updates = jax.tree.map(
-            lambda p, u, d, c: jnp.where(finite, (c - 1) * p.astype(f32) - u / d, 0),
+            lambda p, u, d, c: jnp.where(kept, (c - 1) * p.astype(f32) - u / d, 0),
             params,
             mean,
             denominator(state),
             state.decay,
         )
         mu = jax.tree.map(
-            lambda m, u, s: jnp.where(finite & (s > 0), u / jnp.where(s > 0, s, 1), m),
+            lambda m, u, s: jnp.where(kept, u / jnp.where(s > 0, s, 1), m),
             state.mu,
             mean,
             state.rate_sum,
@@ -407,7 +409,7 @@ def zero_one_adam(
             rate_sum=jax.tree.map(jnp.zeros_like, state.rate_sum),
             decay=jax.tree.map(jnp.ones_like, state.decay),
             unusable=jnp.zeros_like(state.unusable),
-            feedback=_compressed_mean.select(finite, feedback, state.feedback),
+            feedback=_compressed_mean.select(kept, feedback, state.feedback),
             clip=norms,
         )
 

@@ -229,7 +229,7 @@ def test_the_program_of_both_stages_marks_them_as_branches():
 
 
 @pytest.mark.parametrize("limit", [0.0, 1.0])
-@pytest.mark.parametrize("freeze", [0, 100])
+@pytest.mark.parametrize("freeze", [1, 100])
 def test_zero_gradients_are_clipped_to_zero(limit, freeze):
     grads = [jax.tree.map(np.zeros_like, g) for g in gradients(2, 3)]
     history, states = feed(build(max_grad_norm=limit, freeze_step=freeze), grads, 2)
@@ -385,7 +385,7 @@ def test_the_rate_may_come_with_the_update():
         ({"b1": 1.0}, "b1=1.0"),
         ({"b2": -0.1}, "b2=-0.1"),
         ({"eps": -1.0}, "eps=-1.0"),
-        ({"freeze_step": -1}, "freeze_step=-1"),
+        ({"freeze_step": 0}, "freeze_step=0"),
         ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
         ({"bias_correction": "moving"}, "bias_correction='moving'"),
         ({"zero_variance": "floor"}, "zero_variance='floor'"),

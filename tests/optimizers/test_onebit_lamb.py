@@ -150,7 +150,7 @@ def test_ratios_stop_at_their_bounds():
 
 
 def test_norms_of_float16_weights_do_not_overflow():
-    tx = optimizers.onebit_lamb(0.01, freeze_step=2)
+    tx = optimizers.onebit_lamb(0.1, freeze_step=2)
     params = {"kernel": np.full((20, 20), 300, np.float16)}
     state = tx.init(params)
     for _ in range(4):
@@ -161,13 +161,6 @@ def test_norms_of_float16_weights_do_not_overflow():
         assert np.isfinite(np.asarray(params["kernel"])).all()
         assert (np.asarray(params["kernel"]) < 300).all()
     assert params["kernel"].dtype == np.float16
-
-
-def test_a_ratio_never_seen_counts_as_one():
-    tx = build(freeze_step=0, zero_variance="keep")
-    history, _ = testing.feed_gradients(tx, start(), gradients(2, 2), num_devices=2)
-    assert all(np.isfinite(x).all() for x in history[-1].values())
-    assert (history[-1]["kernel"] != start()["kernel"]).any()
 
 
 def test_a_short_warmup_does_not_leave_the_coefficient_low():
