@@ -72,7 +72,8 @@ def synchronise(
         params, state = _ended(params, state, usable)
         return state
 
-    return params, jax.tree.map(end, opt_state, is_leaf=_is_local)
+    opt_state = jax.tree.map(end, opt_state, is_leaf=_is_local)
+    return params, opt_state
 
 
 def _ended(params, state, usable):
@@ -261,17 +262,23 @@ def expand_errors(
 
 
 def state_shapes(
-    tx: optax.GradientTransformation, params: typing.Params, *, num_devices: int
+    tx: optax.GradientTransformation,
+    params: typing.Params,
+    *,
+    num_devices: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> optax.OptState:
     """Shapes of a state as another number of devices would hold it.
 
-    To restore a checkpoint that was written there: every leaf is asked for whole, on
-    the devices of this process's mesh, for :func:`resize_state`.
+    To restore a checkpoint that was written there, for :func:`resize_state`. Call it
+    outside ``jax.set_mesh``.
 
     Args:
       tx: the optimizer, communicating over the axis ``"data"`` alone.
       params: arrays or shapes.
       num_devices: N at the time of writing.
+      mesh: where to restore to: every device gets every leaf whole. None for shapes
+        alone.
 
     Returns:
       ``jax.ShapeDtypeStruct`` for every leaf.
@@ -283,14 +290,13 @@ def state_shapes(
       >>> state_shapes(tx, params, num_devices=4)[0].feedback.worker["w"].shape
       (4, 4, 1, 1, 1024)
     """
-    mesh = jax.sharding.AbstractMesh(
+    then = jax.sharding.AbstractMesh(
         (num_devices,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)
     )
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(then):
         shapes = jax.eval_shape(tx.init, params)
-    here = jax.sharding.get_mesh()
-    sharding = None if here.empty else jax.NamedSharding(here, jax.P())
+    sharding = None if mesh is None else jax.NamedSharding(mesh, jax.P())
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )
