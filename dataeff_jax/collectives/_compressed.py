@@ -170,12 +170,10 @@ def _compress(x, valid, compression):
     """(packed values, scales) to send, and what they leave out."""
     inside, counts = valid
     axes = (0, 2, 3) if compression.segment == "tensor" else (3,)
-    finite = jnp.all(jnp.isfinite(x), axis=axes, keepdims=True)  # masked ones as well
+    total = jnp.sum(counts, axis=axes, keepdims=True)
+    scale = _compression.scales_of(x, inside, total, compression, axes=axes)
     if inside is not None:
         x = jnp.where(inside, x, 0)
-    total = jnp.sum(counts, axis=axes, keepdims=True)
-    scale = _compression.scales_of(x, total, compression, axes=axes)
-    scale = jnp.where(finite, scale, jnp.nan)
     packed, sent = _compression.encode(x, scale, compression)
     error = x - sent
     if inside is not None:

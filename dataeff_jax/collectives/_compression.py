@@ -146,15 +146,22 @@ def unpack_bits(packed: jax.Array) -> jax.Array:
 
 
 def scales_of(
-    x: jax.Array, counts: jax.Array, compression: Compression, *, axes: tuple[int, ...]
+    x: jax.Array,
+    inside: jax.Array | None,
+    counts: jax.Array,
+    compression: Compression,
+    *,
+    axes: tuple[int, ...],
 ) -> jax.Array:
     """Takes the scale of each segment.
 
     The largest magnitude is divided out before squaring, so that values of 1e30 and
-    1e-30 have a scale in float32.
+    1e-30 have a scale in float32. A NaN or infinity, also where values do not count,
+    makes its segment's scale NaN.
 
     Args:
-      x: float32[..., b]; what does not count is 0.
+      x: float32[..., b].
+      inside: bool[..., b], which values count; None for all.
       counts: number of values that count, float32 of x's shape with 1 at ``axes``.
       compression: format and norm.
       axes: the axes that share a scale.
@@ -164,13 +171,19 @@ def scales_of(
 
     Example:
       >>> x, count = jnp.array([3.0, 4.0]), jnp.array([2.0])
-      >>> scales_of(x, count, Compression(norm="l1"), axes=(0,)).item()
+      >>> scales_of(x, None, count, Compression(norm="l1"), axes=(0,)).item()
       3.5
     """
     top = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
     if compression.format != "sign":
-        return top * (1 / _LEVELS[compression.format])
-    unit = x / jnp.where(top == 0, 1, top)
+        most = top
+        if inside is not None:
+            most = jnp.max(jnp.where(inside, jnp.abs(x), 0), axis=axes, keepdims=True)
+        most = jnp.where(jnp.isfinite(top), most, jnp.nan)
+        return most * (1 / _LEVELS[compression.format])
+    unit = x / jnp.where(top == 0, 1, top)  # an infinity becomes NaN, and so the scale
+    if inside is not None:
+        unit = jnp.where(inside | ~jnp.isfinite(top), unit, 0)
     counts = jnp.maximum(counts, 1)
     if compression.norm == "l1":
         return top * (jnp.sum(jnp.abs(unit), axis=axes, keepdims=True) / counts)
