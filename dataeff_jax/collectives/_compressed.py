@@ -9,7 +9,7 @@ average again, and an all-gather hands it out. Scales travel inside the two mess
 import jax
 import jax.numpy as jnp
 
-from dataeff_jax import typing
+from dataeff_jax import distributed, typing
 from dataeff_jax.collectives import (
     _compression,
     _error_feedback,
@@ -34,6 +34,9 @@ def compressed_pmean(
     mean. With (axis of nodes, axis inside a node) values are summed in full precision
     inside a node, and only one message a node crosses the first axis.
 
+    Leaves that are cut over another, explicit axis of the mesh (tensor or FSDP) are
+    compressed as they lie, each device its part.
+
     A NaN or infinity on any device makes its segment of the mean NaN on all devices:
     check the result and keep the old feedback then.
 
@@ -50,7 +53,6 @@ def compressed_pmean(
       The mean, float32, typed as equal on all devices, and the new feedback.
 
     Example:
-      >>> from dataeff_jax import distributed
       >>> mesh, tree = jax.make_mesh((8,), ("data",)), {"w": jnp.ones((128, 64))}
       >>> with jax.set_mesh(mesh):
       ...     errors = _error_feedback.error_feedback(tree, "data")
@@ -65,6 +67,65 @@ def compressed_pmean(
       Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's
       convergence speed", https://arxiv.org/abs/2102.02888, 2021
     """
+    compression = compression or _compression.Compression()
+    leaves, structure = jax.tree.flatten(tree)
+    axes_of = [(_plan.sharded_axes(x), _varying(x, axis_name)) for x in leaves]
+    mean, new = [None] * len(leaves), _error_feedback.ErrorFeedback({}, {})
+    for axes in dict.fromkeys(axes_of):
+        # Types of one message are the same for all that travels in it.
+        chosen = [other == axes for other in axes_of]
+        part = _where(chosen, tree), feedback, active
+        found, errors = _pmean_over(axes[0], axis_name, compression, chosen, *part)
+        names = _names(part[0])
+        new.worker.update({n: x for n, x in errors.worker.items() if n in names})
+        new.server.update({n: x for n, x in errors.server.items() if n in names})
+        values = iter(jax.tree.leaves(found))
+        mean = [next(values) if own else x for own, x in zip(chosen, mean, strict=True)]
+    return jax.tree.unflatten(structure, mean), new
+
+
+def _varying(leaf, axis_name) -> frozenset[str]:
+    """Axes of the mesh, besides those averaged over, along which values differ."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name or ()
+    return frozenset(jax.typeof(leaf).manual_axis_type.varying) - set(names)
+
+
+def _where(chosen, tree):
+    """The tree with None for the leaves that are not chosen; paths stay."""
+    leaves, structure = jax.tree.flatten(tree)
+    kept = [leaf if own else None for own, leaf in zip(chosen, leaves, strict=True)]
+    return jax.tree.unflatten(structure, kept)
+
+
+def _names(tree) -> set[str]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {_plan.leaf_name(path) for path, _ in paths}
+
+
+def _pmean_over(axes, axis_name, compression, chosen, tree, feedback, active):
+    """The mean of leaves that are cut over the same other axes of the mesh."""
+    names = _names(tree)
+    feedback = _error_feedback.ErrorFeedback(
+        *({n: x for n, x in part.items() if n in names} for part in feedback)
+    )
+    active = None if active is None else _where(chosen, active)
+    arguments = (tree, feedback, active)
+    if not axes:
+        return _pmean(tree, axis_name, feedback, compression, active)
+    # Flattened, such leaves would be gathered in float32: enter their axes first.
+    specs = distributed.specs_of(arguments)
+    return jax.shard_map(
+        lambda tree, feedback, active: _pmean(
+            tree, axis_name, feedback, compression, active
+        ),
+        in_specs=specs,
+        out_specs=specs[:2],
+        axis_names=set(axes),
+    )(*arguments)
+
+
+def _pmean(tree, axis_name, feedback, compression, active):
+    """The compressed mean of leaves that a device holds whole."""
     group = _hierarchical.Group.of(axis_name)
     plan = _plan.compression_plan(
         tree,

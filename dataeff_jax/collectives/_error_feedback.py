@@ -5,6 +5,7 @@ data-parallel distributed training of speech DNNs", Interspeech 2014; with error
 both ends of the mean: Hanlin Tang et al., https://arxiv.org/abs/2102.02888.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -42,10 +43,15 @@ def device_spec(axis_name: typing.AxisName) -> jax.P:
       ...     device_spec(("node", "local"))
       P('node',)
     """
+    named = varying_axes(axis_name)
+    return jax.P(named) if len(named) > 1 else jax.P(*named)
+
+
+def varying_axes(axis_name: typing.AxisName) -> tuple[str, ...]:
+    """The axes that have several devices."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     shape = jax.sharding.get_abstract_mesh().shape
-    named = tuple(name for name in names if shape[name] > 1)
-    return jax.P(named) if len(named) > 1 else jax.P(*named)
+    return tuple(name for name in names if shape[name] > 1)
 
 
 def mesh_sizes(axis_name: typing.AxisName | None) -> tuple[int, int]:
@@ -116,20 +122,25 @@ def error_feedback(
     plan = _plan.compression_plan(
         tree, num_devices=num_devices, num_local=num_local, compression=compression
     )
-    sharding = None if axis_name is None else device_spec(axis_name)
     dtype = jnp.dtype(plan.compression.error_dtype)
+    others = {
+        _plan.leaf_name(path): _plan.sharded_axes(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
-    def zeros(*shape):
-        if sharding is None:
-            return jnp.zeros(shape, dtype)
-        return jnp.zeros(shape, dtype, out_sharding=sharding)
+    def zeros(name, *shape):
+        if axis_name is None:
+            return jnp.zeros((1, *shape), dtype)
+        # A leaf cut over other axes as well has as many parts, each with its errors.
+        parts = [jax.sharding.get_abstract_mesh().shape[axis] for axis in others[name]]
+        devices = num_devices * math.prod(parts)
+        axes = (*varying_axes(axis_name), *others[name])
+        spec = jax.P(axes) if len(axes) > 1 else jax.P(*axes)
+        return jnp.zeros((devices, *shape), dtype, out_sharding=spec)
 
     return ErrorFeedback(
-        {
-            layout.name: zeros(num_devices, plan.nodes, *layout.part_shape)
-            for layout in plan.leaves
-        },
-        {layout.name: zeros(num_devices, *layout.part_shape) for layout in plan.leaves},
+        {x.name: zeros(x.name, plan.nodes, *x.part_shape) for x in plan.leaves},
+        {x.name: zeros(x.name, *x.part_shape) for x in plan.leaves},
     )
 
 

@@ -128,6 +128,28 @@ class Plan(NamedTuple):
         return 2 * 4 * values * (devices - 1) // devices
 
 
+def sharded_axes(leaf: Any) -> tuple[str, ...]:
+    """Mesh axes, other than those that are manual here, over which a leaf is cut."""
+    found = []
+    for entry in jax.typeof(leaf).sharding.spec:
+        found += [] if entry is None else [entry] if isinstance(entry, str) else entry
+    return tuple(found)
+
+
+def on_one_device(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The part of a leaf that a device holds: it is compressed as it lies."""
+    kind = jax.typeof(leaf)
+    sizes = kind.sharding.mesh.shape
+
+    def cut(length, entry):
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        return length // math.prod(sizes[name] for name in names)
+
+    entries = (*kind.sharding.spec, *[None] * len(kind.shape))
+    shape = tuple(cut(n, e) for n, e in zip(kind.shape, entries, strict=False))
+    return jax.ShapeDtypeStruct(shape, kind.dtype)
+
+
 def leaf_name(path: Any) -> str:
     """Name a leaf by its keys, with dots."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -143,7 +165,8 @@ def compression_plan(
     """Lays out a tree for a compressed mean and counts what that sends.
 
     Args:
-      tree: arrays or ``jax.ShapeDtypeStruct``, as the mean will get them.
+      tree: arrays or ``jax.ShapeDtypeStruct``, as the mean will get them. Of a leaf
+        that is cut over another mesh axis each device compresses its own part.
       num_devices: N, devices that average.
       num_local: devices of one node, inside which values travel in full precision.
       compression: what is compressed and how; None for the defaults.
@@ -166,6 +189,7 @@ def compression_plan(
             f"num_local={num_local} must divide num_devices={num_devices}."
         )
     leaves, excluded = [], []
+    tree = jax.tree.map(on_one_device, tree)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         layout = _layout(path, leaf, num_devices, num_local, compression)
         if layout is not None:

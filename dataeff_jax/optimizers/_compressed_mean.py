@@ -170,7 +170,10 @@ def per_device_zeros(params, axis_name, dtype=jnp.float32):
         shape = (devices, *p.shape)
         if axis_name is None:
             return jnp.zeros(shape, dtype)
-        return jnp.zeros(shape, dtype, out_sharding=collectives.device_spec(axis_name))
+        own = collectives.device_spec(axis_name)
+        own = own if len(own) else (None,)
+        sharding = jax.P(*own, *jax.typeof(p).sharding.spec)
+        return jnp.zeros(shape, dtype, out_sharding=sharding)
 
     return jax.tree.map(leaf, params)
 
