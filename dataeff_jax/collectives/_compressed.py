@@ -294,7 +294,9 @@ def _plain_mean(named, masks, plan, group):
     """The leaves that are not compressed, in one ordinary mean."""
     compressed = {layout.name for layout in plan.leaves}
     rest = {n: x.astype(jnp.float32) for n, x in named.items() if n not in compressed}
-    sent = group.pmean({name: x for name, x in rest.items() if x.size})
+    dtype = jnp.dtype(plan.compression.excluded_dtype)
+    sent = {name: x.astype(dtype) for name, x in rest.items() if x.size}
+    sent = {name: x.astype(jnp.float32) for name, x in group.pmean(sent).items()}
     for name, x in sent.items():
         if masks[name] is not None:
             sent[name] = jnp.where(masks[name], x, 0)

@@ -5,6 +5,7 @@ Adam's convergence speed", https://arxiv.org/abs/2102.02888, section 4.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,28 +13,31 @@ import jax
 import jax.numpy as jnp
 
 _LEVELS = {"int8": 127, "int4": 7}
+_LONGEST_EXCLUDED = 2**14
 _PER_BYTE = {"sign": 8, "int4": 2, "int8": 1}
 
 
 def exclude_vectors(path: Any, shape: tuple[int, ...]) -> bool:
-    """Says whether a leaf is a vector or a scalar: biases, scales of norms.
+    """Says whether a leaf is a scalar or a short vector: biases, scales of norms.
 
     The default of :class:`Compression`: such leaves are small and matter much, so they
-    travel uncompressed. For a stack of layers the shape is that of one layer.
+    travel uncompressed. A vector of more than 16,384 values, such as a bias for every
+    word, is compressed as its matrix is. For a stack of layers the shape is that of one
+    layer.
 
     Args:
       path: keys of the leaf, as ``jax.tree_util`` gives them; not used.
       shape: of the leaf.
 
     Returns:
-      True for at most one axis.
+      True for at most one axis of at most 16,384 values.
 
     Example:
-      >>> exclude_vectors((), (768,)), exclude_vectors((), (768, 768))
-      (True, False)
+      >>> [exclude_vectors((), shape) for shape in [(768,), (768, 768), (30522,)]]
+      [True, False, False]
     """
     del path
-    return len(shape) <= 1
+    return len(shape) <= 1 and math.prod(shape) <= _LONGEST_EXCLUDED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class Compression:
         values, at most which share a scale (a multiple of 8).
       exclude: ``(path, shape) -> bool``, leaves that travel as floats; None for none.
       min_size: leaves with fewer values a device travel as floats too.
+      excluded_dtype: of those on their way; a narrower one halves their bytes.
       is_stacked: ``path -> bool``, whether a leaf stacks layers on its first axis.
       padding: ``"masked"``, padding takes part in nothing; ``"counted"``, it counts in
         the scale and has an error, as in DeepSpeed.
@@ -71,7 +76,8 @@ class Compression:
     norm: Literal["l2", "l1"] = "l2"
     segment: Literal["chunk", "tensor"] | int = "chunk"
     exclude: Callable[[Any, tuple[int, ...]], bool] | None = exclude_vectors
-    min_size: int = 512
+    min_size: int = 256
+    excluded_dtype: Any = "float32"
     is_stacked: Callable[[Any], bool] | None = None
     padding: Literal["masked", "counted"] = "masked"
     bucket_bytes: int | None = None

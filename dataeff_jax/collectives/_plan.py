@@ -111,7 +111,7 @@ class Plan(NamedTuple):
     def excluded_bytes(self) -> int:
         """Bytes sent by the all-reduce of the leaves that are not compressed."""
         devices = self.nodes * self.local
-        payload = sum(4 * values for _, values, _ in self.excluded)
+        payload = sum(bytes_ for _, _, bytes_ in self.excluded)
         return 2 * payload * (devices - 1) // devices
 
     @property
@@ -195,7 +195,7 @@ def compression_plan(
         if layout is not None:
             leaves.append(layout)
         elif leaf.size:
-            bytes_ = leaf.size * jnp.dtype(leaf.dtype).itemsize
+            bytes_ = leaf.size * jnp.dtype(compression.excluded_dtype).itemsize
             excluded.append((leaf_name(path), leaf.size, bytes_))
     plan = Plan(
         num_devices // num_local,

@@ -414,3 +414,21 @@ def test_training_over_nodes_keeps_replicas_equal():
     for leaf in jax.tree.leaves(state.params):
         copies = {np.asarray(s.data).tobytes() for s in leaf.addressable_shards}
         assert len(copies) == 1
+
+
+def test_micro_batches_neither_count_nor_communicate():
+    tx = build(freeze_step=10)
+    state, _, _ = testing.train(tx, num_devices=2, num_steps=15, accumulation_steps=4)
+    inner = state.opt_state[0]
+    assert (int(inner.count), int(inner.nu_count)) == (15, 10)
+    with jax.set_mesh(distributed.data_mesh(2)):
+        step = training.data_parallel_step(testing.mlp_loss, tx, accumulation_steps=4)
+        batch = distributed.shard_batch(testing.mlp_batch())
+        program = step.lower(
+            state, batch, jax.random.key(0), stage="compressed"
+        ).compile()
+    plan = collectives.compression_plan(
+        testing.mlp_params(), num_devices=2, compression=SMALL
+    )
+    collectives.check_collectives(program, plan)
+    assert {item.times for item in collectives.collective_report(program)} == {1}
