@@ -1,5 +1,7 @@
 """Every optimizer of the library answers the same questions."""
 
+import jax
+import numpy as np
 import optax
 import pytest
 
@@ -65,3 +67,35 @@ def test_a_run_resumed_in_any_stage_equals_the_unbroken_one(
     make, tmp_path, num_devices
 ):
     testing.check_resumes(make, tmp_path, num_devices=num_devices)
+
+
+DECAYING = {
+    "onebit_adam": {"freeze_step": 3},
+    "onebit_lamb": {"freeze_step": 3},
+    "zero_one_adam": {"var_freeze_step": 3, "local_step_scaler": 2},
+}
+
+
+@pytest.mark.parametrize("name", DECAYING)
+def test_a_decay_mask_may_be_a_prefix_of_the_tree(name):
+    full = {k: dict.fromkeys(("kernel", "bias"), k == "output") for k in PREFIX}
+
+    def trained(mask):
+        tx = getattr(optimizers, name)(
+            0.01,
+            axis_name="data",
+            compression=SMALL,
+            weight_decay=0.5,
+            mask=mask,
+            **DECAYING[name],
+        )
+        return testing.train(tx, num_devices=2, num_steps=8)[0].params
+
+    prefix, whole, everywhere = map(trained, (PREFIX, full, None))
+    jax.tree.map(np.testing.assert_array_equal, prefix, whole)
+    decayed, kept = prefix["output"]["kernel"], prefix["hidden"]["kernel"]
+    assert (kept != everywhere["hidden"]["kernel"]).any()
+    assert np.isfinite(decayed).all()
+
+
+PREFIX = {"hidden": False, "output": True}
