@@ -101,6 +101,43 @@ def collective_bytes(report: Iterable[Collective]) -> int:
     return sum(item.wire_bytes * (item.times or 1) for item in report)
 
 
+def check_collectives(compiled: Any, plan: Any, *, other_bytes: int = 0) -> None:
+    """Raises unless a compiled program sends exactly the bytes that a plan declares.
+
+    Args:
+        compiled: as of `collective_report`, or a report.
+        plan: of `compression_plan`, for the one compressed mean in the program; None
+            where there is none.
+        other_bytes: what is sent besides, such as `2 * 4 * (N - 1) / N` for the mean of
+            one float32.
+
+    Raises:
+        ValueError: if packed bytes or all bytes differ, with a table of what was found.
+
+    Example:
+        >>> check_collectives("HloModule alone\\n", None)
+        >>> check_collectives("HloModule alone\\n", None, other_bytes=4)
+        Traceback (most recent call last):
+        ...
+        ValueError: sent are 0 bytes a device, 0 of them packed; declared 4 and 0:
+    """
+    report = compiled if isinstance(compiled, list) else collective_report(compiled)
+    found = collective_bytes(report)
+    packed = collective_bytes([item for item in report if item.dtype == "u8"])
+    declared = (plan.wire_bytes if plan is not None else 0) + other_bytes
+    declared_packed = plan.packed_bytes if plan is not None else 0
+    if (found, packed) != (declared, declared_packed):
+        lines = "".join(
+            f"\n  {item.op} of {item.dtype} between {item.group_size}:"
+            f" {item.wire_bytes} bytes x {item.times} ({item.source})"
+            for item in report
+        )
+        raise ValueError(
+            f"sent are {found} bytes a device, {packed} of them packed; declared"
+            f" {declared} and {declared_packed}:{lines}"
+        )
+
+
 def _parse(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
     """The name of the entry computation, and all computations by name."""
     entry, computations, current = "", {}, []

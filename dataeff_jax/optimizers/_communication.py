@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dataeff_jax import typing
+from dataeff_jax import distributed, typing
 
 
 def _differs(grad, axis_name) -> bool:
@@ -13,7 +13,7 @@ def _differs(grad, axis_name) -> bool:
     return bool(names & set(jax.typeof(grad).manual_axis_type.varying))
 
 
-def _mean_over_devices(grads, axis_name):
+def mean_over_devices(grads, axis_name):
     """Means over an axis; 16-bit leaves are summed in float32 and cast back."""
     if not any(_differs(g, axis_name) for g in jax.tree.leaves(grads)):
         return grads  # each is its own mean
@@ -21,8 +21,33 @@ def _mean_over_devices(grads, axis_name):
     wide = jax.tree.map(
         lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads
     )
-    mean = jax.lax.pmean(wide, axis_name)
+    mean = jax.lax.pmean(distributed.vary(wide, axis_name), axis_name)
     return jax.tree.map(lambda g, dtype: g.astype(dtype), mean, dtypes)
+
+
+def set_to_zero() -> optax.GradientTransformation:
+    """Replaces gradients by zeros that are equal on all devices: for frozen parameters.
+
+    ``optax.set_to_zero`` makes zeros that are typed as different on the devices where
+    the gradients are, so that nothing shows that the parameters stay the same.
+
+    Returns:
+      An ``optax.GradientTransformation`` without state, for ``optax.multi_transform``.
+
+    Example:
+      >>> tx = optax.multi_transform(
+      ...     {"on": optax.sgd(1.0), "off": set_to_zero()}, {"a": "on", "b": "off"})
+      >>> params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> updates["b"].tolist()
+      [0.0]
+    """
+
+    def update_fn(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u: jnp.zeros(u.shape, u.dtype), updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update_fn)
 
 
 def pmean_grads(axis_name: typing.AxisName | None) -> optax.GradientTransformation:
@@ -51,7 +76,7 @@ def pmean_grads(axis_name: typing.AxisName | None) -> optax.GradientTransformati
     def update_fn(updates, state, params=None):
         del params
         if axis_name is not None:
-            updates = _mean_over_devices(updates, axis_name)
+            updates = mean_over_devices(updates, axis_name)
         return updates, state
 
     return optax.GradientTransformation(optax.init_empty_state, update_fn)

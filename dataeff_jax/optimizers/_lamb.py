@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 
-def _layer_norms(x: jax.Array, *, stacked: bool) -> jax.Array:
+def layer_norms(x: jax.Array, *, stacked: bool) -> jax.Array:
     """Norms in float32: of the whole leaf, or of each slice [L, 1, ...] of a stack."""
     x = x.astype(jnp.float32)
     axes = tuple(range(1, x.ndim)) if stacked else None
@@ -52,8 +52,8 @@ def scale_by_layer_trust_ratio(
 
     def scale(path, update, param):
         stacked = is_stacked is not None and is_stacked(path)
-        param_norm = _layer_norms(param, stacked=stacked)
-        update_norm = _layer_norms(update, stacked=stacked)
+        param_norm = layer_norms(param, stacked=stacked)
+        update_norm = layer_norms(update, stacked=stacked)
         zero = (param_norm == 0) | (update_norm == 0)
         ratio = jnp.where(zero, 1, param_norm / jnp.where(zero, 1, update_norm))
         if max_ratio is not None:

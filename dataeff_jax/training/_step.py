@@ -1,5 +1,6 @@
 """The data-parallel training step: one ``jit(shard_map(body))``."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,21 +108,39 @@ def _norm_metrics(opt_state) -> Metrics:
     return {"grad_norm": found[0][1]} if found else {}
 
 
-def _body(loss_fn, tx, axis_name, accumulation_steps):
+def _local_params(params, opt_state):
+    """Where this device takes its gradient.
+
+    Optimizers whose devices go on by themselves between messages keep the difference in
+    a state that offers ``local_params(params)``.
+    """
+    offers = lambda state: hasattr(state, "local_params")  # noqa: E731
+    for state in jax.tree.leaves(opt_state, is_leaf=offers):
+        if offers(state):
+            params = state.local_params(params)
+    return params
+
+
+def _body(loss_fn, tx, axis_name, accumulation_steps, static):
     """Makes the step of one device."""
 
     def body(state, batch, key, extra_args):
         rows = jax.tree.leaves(batch)[0].shape[0]
         keys = row_keys(jax.random.fold_in(key, state.step), rows, axis_name)
         loss_sum, weight_sum, grads, normalized = _sums(
-            loss_fn, state.params, batch, keys, axis_name, accumulation_steps
+            loss_fn,
+            _local_params(state.params, state.opt_state),
+            batch,
+            keys,
+            axis_name,
+            accumulation_steps,
         )
         scale = _grad_scale(weight_sum, normalized, axis_name)
         grads = jax.tree.map(
             lambda g, p: (g * scale).astype(p.dtype), grads, state.params
         )
         updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, **extra_args
+            grads, state.opt_state, state.params, **extra_args, **static
         )
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss_sum": loss_sum, "weight_sum": weight_sum}
@@ -147,15 +166,16 @@ def _check_rows(batch, num_devices: int, accumulation_steps: int) -> None:
     )
 
 
-def _axis_size(axis_name: str) -> int:
+def _axis_size(axis_name: typing.AxisName) -> int:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     mesh = jax.sharding.get_abstract_mesh()
-    if axis_name not in mesh.shape:
+    if not set(names) <= set(mesh.shape):
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh {dict(mesh.shape)};"
             " call the step inside jax.set_mesh(distributed.data_mesh()), or pass"
             " axis_name=None for one device."
         )
-    return mesh.shape[axis_name]
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _sharded(make_body, state, batch, rest, axis_name):
@@ -186,7 +206,7 @@ def data_parallel_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     *,
-    axis_name: str | None = "data",
+    axis_name: typing.AxisName | None = "data",
     accumulation_steps: int = 1,
 ):
     """Builds a training step that is compiled once and donates its state.
@@ -204,14 +224,16 @@ def data_parallel_step(
         float32[] each, weight_sum may be a positive Python number (the same for every
         equal number of rows). ``keys`` has one key a row.
       tx: the optimizer, with a link that communicates over ``axis_name``.
-      axis_name: mesh axis of the rows; None means one device and no mesh.
+      axis_name: mesh axis of the rows, or several; None means one device and no mesh.
       accumulation_steps: micro-batches a batch is cut into on each device.
 
     Returns:
       A jitted ``step(state, batch, key, **extra) -> (state, metrics)``; ``extra`` goes
-      to ``tx.update`` (``learning_rate=...``). Metrics are ``loss_sum``, ``weight_sum``
-      (and ``grad_norm`` where ``tx`` clips), float32[N], one entry a device;
-      :func:`read_metrics` averages them. ``step.lower(...)`` compiles ahead.
+      to ``tx.update`` (``learning_rate=...``). A ``stage`` among them is static: a
+      program is compiled for each (``optimizers.freeze_stage``). Metrics are
+      ``loss_sum``, ``weight_sum`` (and ``grad_norm`` where ``tx`` clips), float32[N],
+      one entry a device; :func:`read_metrics` averages them. ``step.lower(...)``
+      compiles ahead.
 
     Raises:
       ValueError: if accumulation_steps is not positive; by the step, before it
@@ -231,17 +253,19 @@ def data_parallel_step(
         raise ValueError(f"accumulation_steps={accumulation_steps} must be at least 1.")
     tx = optax.with_extra_args_support(tx)
 
-    def make_body(axis):
-        return _body(loss_fn, tx, axis, accumulation_steps)
-
-    def step(state, batch, key, **extra_args):
+    def step(state, batch, key, *, stage=None, **extra_args):
         num_devices = 1 if axis_name is None else _axis_size(axis_name)
         _check_rows(batch, num_devices, accumulation_steps)
+        static = {} if stage is None else {"stage": stage}
+
+        def make_body(axis):
+            return _body(loss_fn, tx, axis, accumulation_steps, static)
+
         if axis_name is None:
             return make_body(None)(state, batch, key, extra_args)
         return _sharded(make_body, state, batch, (key, extra_args), axis_name)
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, static_argnames="stage")
 
 
 def read_pending(pending: Mapping[int, Metrics]) -> dict[int, dict[str, float]]:
