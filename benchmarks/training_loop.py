@@ -76,12 +76,12 @@ def hand_written(run: train_lm.Run):
     return steps
 
 
-def ours(run: train_lm.Run, batches, logger):
+def ours(run: train_lm.Run, batches, executables, logger):
     """Ten steps of the loop of `train_lm`, and its line in the log."""
 
     def steps():
         for _ in range(STEPS):
-            run._take_step(batches)
+            run._take_step(batches, executables)
         metrics = run._settle()
         logger.log(run.step, metrics | run.ledger.to_json())
 
@@ -106,8 +106,12 @@ def measure(rounds: int) -> dict:
         training.MetricsLogger(place) as logger,
     ):
         run = train_lm.set_up(config, pathlib.Path(place) / "run")
-        with contextlib.closing(run._prefetch()) as batches:
-            loops = {"hand": hand_written(run), "ours": ours(run, batches, logger)}
+        with (
+            contextlib.closing(run._prefetch()) as batches,
+            run._executables() as executables,
+        ):
+            own = ours(run, batches, executables, logger)
+            loops = {"hand": hand_written(run), "ours": own}
             for loop in loops.values():
                 loop()
             run.data_seconds = 0.0

@@ -132,10 +132,12 @@ def _override(config, key: str, text: str) -> list[str]:
     if name not in block and not free:
         return [checks.unknown_key(config, key)]
     try:
-        value = _value(text, block.get(name))
+        value = _value(text, block.get(name), free)
     except ValueError as error:
         return [f"{key}={text}: {error}"]
     with block.unlocked(), block.ignore_type():
+        if name in block and isinstance(value, int):
+            del block[name]  # or a count would become a float where one was
         block[name] = value
     return []
 
@@ -155,7 +157,7 @@ def _count(text: str) -> int | float:
     return fraction
 
 
-def _value(text: str, default):
+def _value(text: str, default, free: bool):
     if isinstance(default, bool):
         if text.lower() not in ("true", "false"):
             raise ValueError("expected true or false")
@@ -164,7 +166,8 @@ def _value(text: str, default):
         return _count(text)
     if isinstance(default, float):
         try:
-            return float(text)
+            # A duration that was a fraction of the run may become a count.
+            return int(text) if free and text.isdecimal() else float(text)
         except ValueError:
             raise ValueError("expected a number, like 3e-4") from None
     if isinstance(default, str):

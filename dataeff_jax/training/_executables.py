@@ -81,6 +81,11 @@ class Executables(contextlib.AbstractContextManager):
             self.waited_seconds[key] = waited + time.monotonic() - began
         return future.result()
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a compilation runs or waits to."""
+        return any(not future.done() for future in list(self._futures.values()))
+
     def discard(self, key: Any) -> None:
         """Free the program of a key that is not used any more."""
         self._futures.pop(key, None)

@@ -40,6 +40,14 @@ def test_a_warm_up_may_be_a_fraction_of_the_run():
     assert rate(5, 0) == max(rate(step, 0) for step in range(21))
 
 
+def test_a_fraction_of_the_run_may_become_a_count():
+    config = parse(
+        "--config.curriculum.length.kwargs.total=10",
+        config="configs/gpt_seqlen_warmup.py:tiny",
+    ).config
+    assert config.curriculum.length.kwargs.total == 10
+
+
 def test_an_argument_of_a_block_may_be_added():
     assert parse("--config.optimizer.kwargs.eps_root=1e-9").config.optimizer.kwargs[
         "eps_root"
