@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP = -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CONFIG ?= configs/gpt_baseline.py
-WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))
+# What `make train` trains and then compares; CONFIG=FILE[:ARG] trains one of yours.
+CONFIGS = $(or $(CONFIG),configs/gpt_baseline.py configs/gpt_curriculum.py)
+workdir_of = $(or $(and $(CONFIG),$(WORKDIR)),runs/$(basename $(notdir $(1))))
 
 # On Linux, keeps the memory of one step for the next instead of returning it to the
 # system and faulting it in again.
@@ -15,7 +16,8 @@ MALLOC = glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1
 .PHONY: help train test coverage lint docs plan verify benchmark clean
 
 help:
-	@echo "make train      train a small GPT on real text, compare it with n-gram models"
+	@echo "make train      train a small GPT on real text, with and without a curriculum;"
+	@echo "                CONFIG=configs/FILE.py[:ARG] [WORKDIR=DIR] trains another one"
 	@echo "make test       run the test suite"
 	@echo "make coverage   the same with line coverage, which must be at least 90%"
 	@echo "make lint       ruff and pyrefly"
@@ -55,9 +57,17 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev
 	.venv-plan/bin/python $(PIP) -e '.[plan]'
 	@touch $@
 
+# So has Beam, whose many requirements nothing else needs.
+.venv-beam/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-beam
+	.venv-beam/bin/python $(PIP) -e '.[beam,dev]'
+	@touch $@
+
 train: $(VENV)/.base
-	GLIBC_TUNABLES=$(MALLOC) $(PY) -m experiments.train_lm \
-	  --config=$(CONFIG) --workdir="$(WORKDIR)"
+	$(foreach config,$(CONFIGS),GLIBC_TUNABLES=$(MALLOC) $(PY) -m \
+	  experiments.train_lm --config=$(config) --workdir="$(call workdir_of,$(config))" &&) :
+	$(if $(CONFIG),,$(PY) -m experiments.compare \
+	  $(foreach config,$(CONFIGS),$(call workdir_of,$(config))) --output=runs/compare.png)
 
 test: $(VENV)/.dev
 	$(PY) -m pytest -n 2
@@ -77,7 +87,8 @@ plan: .venv-plan/.stamp
 	.venv-plan/bin/python -m experiments.plan --config=configs/gpt3_1_3b.py \
 	  --hosts=8 --devices_per_host=8 --output=docs/results/plan_gpt3_1_3b.json
 
-verify: $(VENV)/.dev
+verify: $(VENV)/.dev .venv-beam/.stamp
+	.venv-beam/bin/python -m pytest -rs tests/curriculum/test_beam.py
 	$(PY) -m benchmarks.interruptions --kills=20 \
 	  --output=docs/results/interruptions.json
 	$(PY) -m benchmarks.analysis_interruptions --kills=10 \
@@ -100,4 +111,4 @@ benchmark: $(VENV)/.dev
 	  --peer_python=$(DEEPSPEED_PYTHON)) --output=docs/results/analyzer.json
 
 clean:
-	rm -rf $(VENV) .venv-plan .cache runs docs/_build
+	rm -rf $(VENV) .venv-plan .venv-beam .cache runs docs/_build

@@ -42,4 +42,5 @@ def get_config(arg=None):
         config.train.num_steps * config.data.batch_size * config.data.seq_len
     )
     config.schedule.update(clock="tokens", warmup_clock="steps")
+    config.eval.compare_with_ngrams = False
     return config

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import optax
@@ -299,13 +300,13 @@ class Run:
             batch = batches[timeline.first_step(shape, start)]
             began = time.monotonic()
             with jax.set_mesh(mesh):
-                lowered = self.step_fn.lower(
-                    state,
-                    distributed.shard_batch(batch),
-                    self.key,
-                    learning_rate=np.float32(0),
-                )
-                program = lowered.compile()
+                batch = distributed.shard_batch(batch)
+                rate = {"learning_rate": np.float32(0)}
+                program = self.step_fn.lower(state, batch, self.key, **rate).compile()
+                if mesh.size == 1 and jax.default_backend() == "cpu":
+                    # The first call makes the CPU's matrix kernels, 0.1 s or more.
+                    nothing = jax.tree.map(_zeros, state)
+                    jax.block_until_ready(program(nothing, batch, self.key, **rate))
             seconds = time.monotonic() - began
             log.info("compiled the step for %d x %d in %.1f s", *shape[:2], seconds)
             return program
@@ -467,6 +468,10 @@ def _ngram_table(corpus: corpora.Corpus, records) -> str:
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(x.shape, x.dtype, device=x.sharding)
 
 
 def _write_files(workdir: pathlib.Path, resolved: dict, tokenizer) -> None:
