@@ -33,15 +33,13 @@ class Found(NamedTuple):
     untried: int  # ramps between the two
 
 
-Attempt = Callable[[int, int | None, int], Verdict]
-
-
 def search(
     totals: Sequence[int],
     starts: Sequence[int | None],
-    attempt: Attempt,
+    attempt: Callable[[int, int | None], Verdict],
     *,
     trials: int,
+    after: Callable[[Verdict, int], None] = lambda verdict, left: None,
 ) -> Found:
     """Searches the longest stable ramp, if shorter ones than a stable one are stable.
 
@@ -49,34 +47,37 @@ def search(
       totals: lengths of ramps, rising.
       starts: smallest values, rising; a later one is taken where the shortest ramp
         does not start well with the one before.
-      attempt: ``(total, start, left) -> Verdict`` of a trial after which about
-        ``left`` others follow.
+      attempt: ``(total, start) -> Verdict`` of a trial.
       trials: how many at most.
+      after: called as ``after(verdict, left)`` after each trial, with the largest
+        number of trials that may follow.
 
     Raises:
       ValueError: no trial is allowed.
     """
     if trials < 1:
         raise ValueError(f"--trials={trials} must be at least 1")
-    tried, start, verdict = 0, starts[0], None
-    for start in starts:
-        left = min(trials - tried - 1, (len(totals) - 1).bit_length())
-        verdict = attempt(totals[0], start, left)
-        tried += 1
-        if verdict.starts_well or tried == trials:
-            break
-    if verdict is None or not verdict.is_stable:
-        return Found(None, start, totals[0], 0)
     low, high = 0, len(totals)  # stable; unstable, or beyond the last
-    while high - low > 1 and tried < trials:
-        middle = (low + high) // 2
+    tried, start, verdict = 0, starts[0], None
+    for start in starts[:trials]:
+        verdict = attempt(totals[0], start)
         tried += 1
-        most = max(middle - low, high - middle) - 1
-        left = min(trials - tried, most.bit_length())
-        if attempt(totals[middle], start, left).is_stable:
-            low = middle
-        else:
-            high = middle
+        if verdict.starts_well or tried == min(trials, len(starts)):
+            break
+        after(verdict, trials - tried)
+    if verdict is None or not verdict.is_stable:
+        if verdict is not None:
+            after(verdict, 0)
+        return Found(None, start, totals[0], 0)
+    while True:
+        left = min(trials - tried, (high - low - 1).bit_length())
+        after(verdict, left)
+        if not left:
+            break
+        tried += 1
+        middle = (low + high) // 2
+        verdict = attempt(totals[middle], start)
+        low, high = (middle, high) if verdict.is_stable else (low, middle)
     unstable = totals[high] if high < len(totals) else None
     return Found(totals[low], start, unstable, high - low - 1)
 

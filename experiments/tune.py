@@ -121,8 +121,8 @@ class Tuning:
             ends = timeline.step_at(ends[0]), timeline.step_at(ends[1])
         return min(ends[0], timeline.num_steps), min(ends[1], timeline.num_steps)
 
-    def attempt(self, total: int, start: int | None, left: int) -> ramp_search.Verdict:
-        """Takes the trial's result, or makes it; tells what it shows."""
+    def attempt(self, total: int, start: int | None) -> ramp_search.Verdict:
+        """Takes the trial's result, or makes it."""
         run = self.trial(total, start)
         result = sweep.results([run], self.directory).get(run.name)
         if result is None:
@@ -135,16 +135,19 @@ class Tuning:
                 f"{result['command']!r}; choose another --output, or delete it"
             )
         self.found[run.name] = result
-        verdict = ramp_search.judge(result, self.max_fluctuation)
+        return ramp_search.judge(result, self.max_fluctuation)
+
+    def tell_of(self, verdict: ramp_search.Verdict, left: int) -> None:
+        """Tells what the last trial shows, and how long the others may take."""
+        result = list(self.found.values())[-1]
         seconds = [r["wall_seconds"] for r in self.found.values()]
         rest = left * sum(seconds) / len(seconds)
-        begins = "" if start is None else f" from {start}"
+        begins = "" if result["minimum"] is None else f" from {result['minimum']}"
         self.tell(
-            f"trial {len(self.found)}: {total:,} {self.clock}{begins}, "
-            f"{result['steps']} steps: {ramp_search.told(verdict)}; "
+            f"trial {len(self.found)}: {result['total']:,} {self.clock}{begins}, "
+            f"{result['steps']:,} steps: {ramp_search.told(verdict)}; "
             f"{left} more at most, about {rest / 60:.1f} min"
         )
-        return verdict
 
     def _check_ended(self, run: sweep.Run, result: Mapping[str, Any]) -> None:
         changes = dict(override.split("=", 1) for override in run.overrides)
@@ -278,7 +281,9 @@ def report(tuning: Tuning, lower: int | None, upper: int | None, trials: int) ->
         f"{len(totals)} ramps from {totals[0]:,} to {totals[-1]:,} {tuning.clock}: at "
         f"most {trials} trials, the first of {steps:,} steps"
     )
-    found = ramp_search.search(totals, starts, tuning.attempt, trials=trials)
+    found = ramp_search.search(
+        totals, starts, tuning.attempt, trials=trials, after=tuning.tell_of
+    )
     text = f"{table(tuning)}\n\n{recommendation(tuning, found)}\n"
     (tuning.directory / "report.md").write_text(text)
     plot(tuning, tuning.directory / "plot.png")

@@ -19,23 +19,26 @@ def verdict(stable=True, starts_well=True):
 
 @pytest.mark.parametrize("threshold", range(33))
 def test_six_trials_find_the_longest_stable_of_32_ramps(threshold):
-    totals, asked = list(range(10, 330, 10)), []
+    totals, asked, told = list(range(10, 330, 10)), [], []
 
-    def attempt(total, start, left):
-        asked.append((total, left))
+    def attempt(total, start):
+        asked.append(total)
         return verdict(stable=total <= 10 * threshold)
 
-    found = ramp_search.search(totals, [None], attempt, trials=6)
+    found = ramp_search.search(
+        totals, [None], attempt, trials=6, after=lambda verdict, left: told.append(left)
+    )
     assert found.total == (10 * threshold or None)
     assert found.unstable == (None if threshold == 32 else 10 * threshold + 10)
     assert found.untried == 0
-    assert len(set(asked)) == len(asked) <= 6
-    # What is said to be left is never too little.
-    assert all(left >= len(asked) - n for n, (_, left) in enumerate(asked, start=1))
+    assert len(set(asked)) == len(asked) == len(told) <= 6
+    # What is said to be left is an upper bound, and in the end exact.
+    assert all(left >= len(asked) - n for n, left in enumerate(told, start=1))
+    assert told[-1] == 0
 
 
 def test_a_search_without_enough_trials_says_what_it_left_out():
-    def attempt(total, start, left):
+    def attempt(total, start):
         return verdict(stable=total <= 70)
 
     found = ramp_search.search(range(1, 101), [None], attempt, trials=4)
@@ -45,7 +48,7 @@ def test_a_search_without_enough_trials_says_what_it_left_out():
 def test_the_smallest_value_rises_until_the_start_is_calm():
     asked = []
 
-    def attempt(total, start, left):
+    def attempt(total, start):
         asked.append((total, start))
         return verdict(stable=start >= 24, starts_well=start >= 24)
 
@@ -55,11 +58,13 @@ def test_the_smallest_value_rises_until_the_start_is_calm():
 
 
 def test_a_start_that_never_gets_calm_ends_the_search():
-    def attempt(total, start, left):
+    def attempt(total, start):
         return verdict(stable=False, starts_well=False)
 
     found = ramp_search.search([4, 8], [8, 16], attempt, trials=6)
     assert found == ramp_search.Found(None, 16, 4, 0)
+    found = ramp_search.search([4, 8], [8, 16, 24], attempt, trials=1)
+    assert found == ramp_search.Found(None, 8, 4, 0)
 
 
 def result(*losses, diverged="", steps=30, **labels):
