@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from experiments import sweep
 
-# Our choice: noise of small evaluations stays below, a loss of control does not.
+# Our choice, by no measurement; the flag of the command sets another.
 MAX_FLUCTUATION = 1.3
 
 
