@@ -96,6 +96,14 @@ def learning_rate(
     return rate
 
 
+def warmup_duration(
+    config: ml_collections.ConfigDict, timeline: training.Timeline
+) -> tuple[int, str]:
+    """Length of the learning rate's warm-up, 0 for none, and the clock it counts."""
+    own = config.schedule.warmup_clock or config.schedule.clock
+    return _warmup(config, timeline), own
+
+
 def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
     """The optax chain: mean over devices, clipping, then the named optimizer."""
     constructor = _optimizer_constructor(config.optimizer.name)

@@ -120,6 +120,15 @@ def buckets(max_length: int, settings: Any, *, min_length: int | None = None):
     )
 
 
+def allowed_lengths(config: ml_collections.ConfigDict) -> tuple[int, ...]:
+    """The lengths, rising, that the length curriculum of a config may take."""
+    block = config.curriculum.length
+    pacing = _schedule(config, block)
+    longest = getattr(pacing, "max_difficulty", None) or config.data.seq_len
+    shortest = getattr(pacing, "min_difficulty", None)
+    return buckets(longest, block.buckets, min_length=shortest)
+
+
 def problems(config: ml_collections.ConfigDict) -> list[str]:
     """Sentences about what is wrong with ``config.curriculum``, before any work."""
     settings = config.curriculum
@@ -248,12 +257,16 @@ def _kwargs(config, block) -> dict:
         for name, value in block.kwargs.items()
     }
     if "total" in kwargs:
-        row = config.data.batch_size * config.data.seq_len
-        tokens = config.train.num_tokens or config.train.num_steps * row
-        steps = -(-tokens // row)
-        length = tokens if config.curriculum.clock == "tokens" else steps
+        length = run_length(config, config.curriculum.clock)
         kwargs["total"] = schedules.resolve_duration(kwargs["total"], length)
     return kwargs
+
+
+def run_length(config: ml_collections.ConfigDict, clock: str) -> int:
+    """Length of the run at full length, in units of a clock; fractions are of it."""
+    row = config.data.batch_size * config.data.seq_len
+    tokens = config.train.num_tokens or config.train.num_steps * row
+    return tokens if clock == "tokens" else -(-tokens // row)
 
 
 def _schedule(config, block):
@@ -263,12 +276,8 @@ def _schedule(config, block):
 
 def _bucketed(config):
     """The length of a clock, snapped down to the buckets."""
-    block = config.curriculum.length
-    pacing = _schedule(config, block)
-    longest = getattr(pacing, "max_difficulty", None) or config.data.seq_len
-    shortest = getattr(pacing, "min_difficulty", None)
-    allowed = buckets(longest, block.buckets, min_length=shortest)
-    return schedules.bucketed_schedule(pacing, buckets=allowed)
+    pacing = _schedule(config, config.curriculum.length)
+    return schedules.bucketed_schedule(pacing, buckets=allowed_lengths(config))
 
 
 def _timeline(config, length_at) -> training.Timeline:

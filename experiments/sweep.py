@@ -43,11 +43,18 @@ class Run(NamedTuple):
     config: str  # "configs/file.py:arg"
     overrides: tuple[str, ...] = ()  # "key=value"
     labels: tuple[tuple[str, Any], ...] = ()  # what a table groups by
+    max_steps: int | None = None  # None: the whole run
 
     def command(self, workdir: str = "runs/NAME") -> list[str]:
         """The arguments of ``train_lm`` that make this run."""
         overrides = [f"--config.{override}" for override in self.overrides]
-        return [f"--config={self.config}", f"--workdir={workdir}", *overrides]
+        limit = [f"--max_steps={self.max_steps}"] if self.max_steps else []
+        return [f"--config={self.config}", f"--workdir={workdir}", *limit, *overrides]
+
+    @property
+    def told(self) -> str:
+        """The command as a result tells it."""
+        return " ".join(["python -m experiments.train_lm", *self.command()])
 
 
 def windowed(tokens: Sequence[int], losses: Sequence[float]) -> list[float]:
@@ -90,16 +97,20 @@ def run_all(
     print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there", flush=True)
     progress = training.Progress(len(missing)) if missing else None
     for number, run in enumerate(missing, start=1):
-        result = make(run)
-        directory.mkdir(parents=True, exist_ok=True)
-        new = directory / f".{run.name}.new"
-        new.write_text(json.dumps(result) + "\n")
-        new.replace(directory / f"{run.name}.json")
+        keep(run, directory, make(run))
         if progress is not None:
             progress.update(number)
     if progress is not None:
         progress.close()
     return results(runs, directory)
+
+
+def keep(run: Run, directory: pathlib.Path, result: Mapping[str, Any]) -> None:
+    """Writes a result, whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    new = directory / f".{run.name}.new"
+    new.write_text(json.dumps(result) + "\n")
+    new.replace(directory / f"{run.name}.json")
 
 
 def results(runs: Sequence[Run], directory: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -111,13 +122,13 @@ def results(runs: Sequence[Run], directory: pathlib.Path) -> dict[str, dict[str,
 def make(run: Run) -> dict[str, Any]:
     """Trains once and returns what is kept of it."""
     with tempfile.TemporaryDirectory() as workdir:
-        flags = [f for f in run.command() if not f.startswith("--workdir")]
+        flags = [f for f in run.command() if f.startswith("--config")]
         config = command_line.parse(command_line.parser("sweep"), flags).config
         began, cpu = time.monotonic(), time.process_time()
         diverged = ""
         try:
             with _quiet():
-                train_lm.train_and_evaluate(config, workdir)
+                train_lm.train_and_evaluate(config, workdir, max_steps=run.max_steps)
         except FloatingPointError as error:
             diverged = str(error).split(" Its samples")[0]
         records = training.read_log(workdir)
@@ -125,7 +136,7 @@ def make(run: Run) -> dict[str, Any]:
         return {
             "run": run.name,
             **dict(run.labels),
-            "command": " ".join(["python -m experiments.train_lm", *run.command()]),
+            "command": run.told,
             **provenance(),
             "wall_seconds": round(time.monotonic() - began, 1),
             "cpu_seconds": round(time.process_time() - cpu, 1),

@@ -58,6 +58,7 @@ def train_and_evaluate(
     *,
     profile_steps: tuple[int, int] | None = None,
     accept_config_changes: bool = False,
+    max_steps: int | None = None,
 ) -> dict[str, Any]:
     """Trains as ``config`` says and returns the last line of the log.
 
@@ -67,6 +68,8 @@ def train_and_evaluate(
         checkpoint of the same configuration.
       profile_steps: first and last step of a profiler trace.
       accept_config_changes: go on with a checkpoint whose config differs.
+      max_steps: stop after so many steps of the run, whose schedules stay those of the
+        whole run; None: at its end.
 
     Returns:
       ``step``, the ledger's counts, ``validation_loss`` and so on.
@@ -81,6 +84,7 @@ def train_and_evaluate(
         watch.report(None, "set up")
         with training.claim(workdir):
             run = set_up(config, workdir, accept_config_changes=accept_config_changes)
+            run.max_steps = max_steps
             return run.train(watch, profile_steps=profile_steps)
 
 
@@ -190,6 +194,7 @@ class Run:
     ledger: training.Ledger
     seconds: float  # spent on steps; compiling, evaluating and saving left out
     logged: tuple[int, float, int]  # step, seconds and tokens of the last line
+    max_steps: int | None = None  # stop there, or at the end of the run
     data_seconds: float = 0.0  # of this session, blocked on the next batch
     learning_rate: float = 0.0  # of the last step
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)  # unread metrics
@@ -202,6 +207,7 @@ class Run:
     ) -> dict[str, Any]:
         """Takes the steps that are left, then writes the plots and the summary."""
         num_steps = self.plan.timeline.num_steps
+        end = min(num_steps, self.max_steps or num_steps)
         logger = training.MetricsLogger(
             self.workdir, restored_step=self.step if self.restored else None
         )
@@ -213,13 +219,13 @@ class Run:
                 watch.report(0, "evaluate")
                 start = {**self.ledger.to_json(), "seconds": 0.0}
                 logger.log(0, start | self.evaluate())
-            if self.step < num_steps:
+            if self.step < end:
                 watch.report(self.step, "compile")
                 executables.get(self.plan.timeline[self.step].shape)
             # The clocks start here: compiling is no part of the rate.
-            progress = training.Progress(num_steps, start=self.step)
+            progress = training.Progress(max(end, self.step), start=self.step)
             began = time.monotonic()
-            while self.step < num_steps and not watch.stop_requested(self.step):
+            while self.step < end and not watch.stop_requested(self.step):
                 watch.report(self.step, "train")
                 profile.before(self.step)
                 self._take_step(batches, executables)
@@ -290,6 +296,9 @@ class Run:
         """The step for every shape that is left, the next ones compiled meanwhile."""
         mesh, timeline, start = jax.sharding.get_mesh(), self.plan.timeline, self.step
         shapes = timeline.shapes(start) if start < timeline.num_steps else []
+        if self.max_steps is not None:
+            end = self.max_steps
+            shapes = [s for s in shapes if timeline.first_step(s, start) < end]
         state = jax.tree.map(_abstract, self.state)
         batches = self.batches
         if len(shapes) > 1:
@@ -500,6 +509,12 @@ def _steps(text: str) -> tuple[int, int]:
     return steps
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parses the flags, connects the processes and trains."""
     parser = command_line.parser(__doc__)
@@ -514,6 +529,12 @@ def main(argv: list[str] | None = None) -> None:
         "--accept_config_changes",
         action="store_true",
         help="go on although the config differs from the checkpoint's",
+    )
+    parser.add_argument(
+        "--max_steps",
+        type=_positive,
+        metavar="N",
+        help="stop after N steps of the run, as if interrupted there",
     )
     group = parser.add_argument_group(
         "several processes (or COORDINATOR, NUM_PROCESSES and PROCESS_ID)"
@@ -545,6 +566,7 @@ def main(argv: list[str] | None = None) -> None:
                 )
             except (OSError, ValueError) as error:
                 parser.exit(2, f"{parser.prog}: {error}\n")
+            run.max_steps = flags.max_steps
             run.train(watch, profile_steps=flags.profile_steps)
 
 
