@@ -42,20 +42,39 @@ def test_the_loop_has_the_thirty_lines_that_the_page_promises():
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
 
 
-def test_the_compressed_optimizers_of_the_docs_train(tmp_path):
-    page = (ROOT / "docs/compressed_optimizers.md").read_text()
-    script = tmp_path / "compressed.py"
-    script.write_text("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def run_blocks(page: str, tmp_path) -> list[str]:
+    """What the blocks of a page print, run one after another in a new process."""
+    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(code))
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    lines = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+def test_the_loop_of_the_docs_compiles_the_shapes_that_it_announced(tmp_path):
+    steps, shapes, end = run_blocks("docs/training_loop.md", tmp_path)[-3:]
+    num_steps, tokens = map(int, steps.split())
+    assert 20_000 <= tokens < 20_000 + 8 * 64, "ends with the step that reaches them"
+    assert shapes == "[(8, 16), (8, 32), (8, 64)]"
+    assert end == f"{num_steps} True"
+
+
+def test_the_page_about_curricula_prints_what_it_says(tmp_path):
+    page = (ROOT / "docs/curriculum.md").read_text()
+    printed = run_blocks("docs/curriculum.md", tmp_path)
+    assert len(printed) == 4
+    assert all(f"# {line}\n" in page for line in printed)
+
+
+def test_the_compressed_optimizers_of_the_docs_train(tmp_path):
+    lines = run_blocks("docs/compressed_optimizers.md", tmp_path)
     for line in lines[:3]:
         before, after = line[14:].split(" -> ")
         assert float(after) < 0.6 * float(before)

@@ -47,7 +47,7 @@ class Compression:
     A *segment* is what shares one float32 scale: by default the part of a leaf (of a
     layer, in a stack) that goes to one device.
 
-    Attributes:
+    Args:
       format: ``"sign"``, one bit a value; ``"int8"`` or ``"int4"``, the nearest of 255
         or 15 levels.
       norm: the scale of a sign. ``"l2"``: root of the mean square, which keeps the
