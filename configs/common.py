@@ -88,7 +88,7 @@ def curriculum(**changes) -> ml_collections.ConfigDict:
         # A directory that `experiments.analyze` wrote; empty: analyzed when needed,
         # and kept in data.cache_dir.
         index="",
-        mixture=None,
+        mixture=None,  # or mixture(...)
     )
     return ml_collections.ConfigDict({**block, **changes})
 
@@ -114,6 +114,26 @@ def length(mode: str = "truncate", **changes) -> dict:
         buckets=dict(multiple=64, max_count=8),
     )
     return {**block, **changes}
+
+
+def mixture(corpora: dict, weights: dict) -> dict:
+    """Returns the keys of a curriculum's mixture.
+
+    Args:
+      corpora: by name, the keys of ``config.data`` in which a corpus differs from it
+        (name, path, field; none: its own corpus), and ``metrics`` where they are not
+        those of the curriculum. All are tokenized, split and packed as it is.
+      weights: by name, a positive number or ``weight(...)``; their ratio counts.
+    """
+    return dict(corpora=corpora, weights=weights)
+
+
+def weight(schedule: str = "fixed_linear_schedule", **kwargs) -> dict:
+    """Returns a weight that changes; ``kwargs`` are the schedule's.
+
+    Where they lack ``difficulty_step`` it is a thousandth of the schedule's range.
+    """
+    return dict(schedule=schedule, kwargs=kwargs)
 
 
 def parse_arg(arg: str | None, **defaults):

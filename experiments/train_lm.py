@@ -238,10 +238,27 @@ class Run:
         return self._finish()
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and perplexity on the validation rows, every token once."""
+        """Loss and perplexity on the validation rows, every token once.
+
+        They are of ``config.data``'s own corpus, so that runs with other mixtures
+        compare; a mixture's corpora have their losses beside it.
+        """
+        found = self._evaluate(self.corpus.validation)
+        result = {
+            "validation_loss": found["loss"],
+            "perplexity": found["perplexity"],
+            "validation_tokens": found["tokens"],
+        }
+        for name, part in self.corpus.parts.items():
+            if part.validation is not self.corpus.validation:
+                part_found = self._evaluate(part.validation)
+                result[f"validation_loss_{name}"] = part_found["loss"]
+        return result
+
+    def _evaluate(self, rows: data.PackedRows) -> dict[str, float]:
         settings = self.config.eval
         batches = data.evaluation_batches(
-            self.corpus.validation,
+            rows,
             batch_size=settings.batch_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
@@ -249,12 +266,7 @@ class Run:
             transform=self.corpus.transform,
         )
         with contextlib.closing(data.prefetch(batches)) as iterator:
-            found = training.evaluate(self.loss_fn, self.state.params, iterator)
-        return {
-            "validation_loss": found["loss"],
-            "perplexity": found["perplexity"],
-            "validation_tokens": found["tokens"],
-        }
+            return training.evaluate(self.loss_fn, self.state.params, iterator)
 
     @functools.cached_property
     def key(self) -> jax.Array:
