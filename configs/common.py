@@ -31,6 +31,10 @@ def base() -> ml_collections.ConfigDict:
         # Training rows hold documents one after another; False: one document each, cut
         # at seq_len or filled up.
         packed=True,
+        # Above 0, with packed=False: a batch has as many rows as fit so many tokens, in
+        # multiples of batch_size, and is as long as its longest row, rounded up.
+        max_tokens=0,
+        buckets=dict(multiple=64, max_count=8),  # what lengths are rounded up to
         validation_fraction=0.03,
         split_seed=0,  # apart from `seed`, so that all seeds have one validation set
         num_workers=0,  # processes that prepare batches; 0: threads of this process
@@ -50,6 +54,9 @@ def base() -> ml_collections.ConfigDict:
         name="warmup_cosine_schedule",
         clock="steps",  # or "tokens": fed tokens
         warmup_clock="",  # "steps" or "tokens" where that of the warm-up differs
+        # With data.max_tokens: the rate is for data.batch_size rows; a batch of k times
+        # as many takes k times it ("linear"), or the root of k ("sqrt").
+        batch_scaling="none",
         kwargs=dict(peak_value=1e-3, warmup=100, final_ratio=0.1),
     )
     config.zero = None

@@ -66,7 +66,7 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
 
 
 def _parts(config, tokenizer, own: Rows, progress) -> dict[str, Rows]:
-    """The corpora of the mixture, of one tokenizer; that of ``config.data`` as it is."""
+    """The corpora of the mixture, of one tokenizer; ``config.data``'s own as it is."""
     if config.curriculum is None or config.curriculum.mixture is None:
         return {}
     parts = {}

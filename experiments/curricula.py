@@ -21,6 +21,7 @@ class Curriculum(NamedTuple):
     timeline: training.Timeline
     order: curriculum.SampleOrder | None  # None: every row once an epoch
     lengths: Any  # a LengthCurriculum or Trimming; None: full rows
+    budget: curriculum.TokenBudget | None = None  # what batches by tokens are
 
     def batches(
         self,
@@ -33,6 +34,10 @@ class Curriculum(NamedTuple):
     ) -> grain.MapDataset:
         """The batch of every step, this process's rows; see ``data.batches``."""
         process = dict(process_index=process_index, process_count=process_count)
+        if self.budget is not None:
+            return self.budget.batches(
+                corpus.train, transform=corpus.transform, **process
+            )
         if self.order is not None:
             rows: Any = corpus.train
             if isinstance(self.order, curriculum.Mixture):
@@ -70,6 +75,8 @@ def build(
       ValueError: an index of other data, a schedule that does not serve, or more
         shapes than ``config.train.max_shapes``.
     """
+    if config.data.max_tokens:
+        return _by_tokens(config, corpus)
     settings = config.curriculum
     planned = timeline(config)
     order, lengths, row_lengths = None, None, None
@@ -90,7 +97,8 @@ def build(
 def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
     """What every step feeds, from the config alone: no sample decides a length.
 
-    Lengths that samples decide, those of mode "trim", are taken as full.
+    Lengths that samples decide, those of mode "trim" and of ``data.max_tokens``, are
+    taken as full.
 
     Raises:
       ValueError: a schedule that gives something else than lengths.
@@ -298,6 +306,9 @@ def _timeline(config, length_at) -> training.Timeline:
     settings = config.curriculum
     mode = settings.length.mode if settings is not None and settings.length else None
 
+    if config.data.max_tokens:
+        rows = config.data.max_tokens // size // rows * rows
+
     def feed_at(step: int, tokens: int) -> training.Feed:
         length = min(int(length_at(step, tokens)), size)
         if length < 1:
@@ -308,9 +319,36 @@ def _timeline(config, length_at) -> training.Timeline:
             return training.Feed(rows, rows, size, length)
         return training.Feed(rows, rows, length, length)
 
+    return _until_the_end(config, feed_at)
+
+
+def _until_the_end(config, feed_at) -> training.Timeline:
     if config.train.num_tokens:
         return training.Timeline(feed_at, num_tokens=config.train.num_tokens)
     return training.Timeline(feed_at, num_steps=config.train.num_steps)
+
+
+def _by_tokens(config, corpus: corpora.Corpus) -> Curriculum:
+    """Batches that are filled up to ``data.max_tokens``."""
+    settings = config.data
+    # A document and the end_of_text that its row predicts; see DocumentRows.
+    lengths = np.minimum(corpus.train.documents.lengths + 1, settings.seq_len)
+    budget = curriculum.TokenBudget(
+        lengths,
+        max_tokens=settings.max_tokens,
+        buckets=buckets(settings.seq_len, settings.buckets),
+        seed=config.seed,
+        # The devices divide batch_size, and the run does not depend on their number.
+        row_multiple=settings.batch_size,
+    )
+
+    def feed_at(step: int, tokens: int) -> training.Feed:
+        samples, length = budget[step], budget.length_at(step)
+        return training.Feed(int((samples >= 0).sum()), len(samples), length, length)
+
+    planned = _until_the_end(config, feed_at)
+    _check_shapes(config, planned)
+    return Curriculum(planned, None, None, budget)
 
 
 def _mixture(
@@ -418,11 +456,12 @@ def _trimming(config, order: Any, row_lengths: Any) -> curriculum.Trimming:
 
 def _check_shapes(config, planned: training.Timeline) -> None:
     shapes = planned.shapes()
+    where = "data" if config.data.max_tokens else "curriculum.length"
     if len(shapes) > config.train.max_shapes:
         raise ValueError(
             f"the run has {len(shapes)} shapes of batches, each of which compiles a "
             f"step, more than train.max_shapes={config.train.max_shapes}; raise "
-            "curriculum.length.buckets.multiple, or set its max_count"
+            f"{where}.buckets.multiple, or set its max_count"
         )
 
 

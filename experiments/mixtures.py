@@ -143,7 +143,7 @@ def _source_problems(config, given, where: str) -> list[str]:
     if name in data.CORPORA or (path and pathlib.Path(path).exists()):
         return []
     # Several files are named by a pattern.
-    if any(sign in path for sign in "*?[") or name == "huggingface" and path:
+    if any(sign in path for sign in "*?[") or (name == "huggingface" and path):
         return []
     return [f"{where}.path={path!r}: the format {name!r} needs a file that exists"]
 

@@ -103,6 +103,8 @@ def set_up(
     plan = curricula.build(config, corpus, progress=counter)
     if plan.order is not None:
         resolved["curriculum"]["fingerprint"] = plan.order.fingerprint
+    if plan.budget is not None:
+        resolved["data"]["batches"] = plan.budget.fingerprint
     distributed.check_agreement(
         training.config_hash(resolved, free=("data.cache_dir",)),
         what="config or corpus",
@@ -370,7 +372,12 @@ class Run:
 
     def _sample_ids(self, step: int):
         """Ids of the rows, over all processes, that step number ``step`` fed."""
-        return self._batches(0, 1)[step - 1]["sample_id"]
+        batch = self._batches(0, 1)[step - 1]
+        if "corpus" not in batch:
+            return batch["sample_id"]
+        names = sorted(self.corpus.parts)
+        pairs = zip(batch["corpus"], batch["sample_id"], strict=True)
+        return [f"{names[number]} {sample}" for number, sample in pairs]
 
     def _act(self, due, metrics, watch, logger, progress) -> None:
         """Logs, evaluates and saves; a line is written before its checkpoint."""
@@ -379,7 +386,7 @@ class Run:
             "learning_rate": self.learning_rate,
             **self.ledger.to_json(),
         }
-        if self.config.curriculum is not None:
+        if self.config.curriculum is not None or self.plan.budget is not None:
             line["length"] = self.plan.timeline[self.step - 1].length
             line |= curricula.difficulties_at(self.plan.order, self.step - 1)
         if "evaluate" in due:
