@@ -74,8 +74,12 @@ def _parts(config, tokenizer, own: Rows, progress) -> dict[str, Rows]:
         settings = mixtures.config_of(config, name).data
         if mixtures.source(settings) == mixtures.source(config.data):
             parts[name] = own
-        else:
+            continue
+        try:
             parts[name] = _rows(settings, _source(settings), tokenizer, progress)
+        except ValueError as error:
+            where = f"curriculum.mixture.corpora.{name}"
+            raise ValueError(f"{where}: {error}") from None
     return parts
 
 

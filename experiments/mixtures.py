@@ -65,12 +65,13 @@ def weight_arguments(kwargs: Mapping[str, Any], function: Callable) -> dict[str,
     The schedules' own rounds to whole numbers, which would make a weight that rises
     from 0 to 1 jump there at the end.
     """
-    low, high = kwargs.get("min_difficulty"), kwargs.get("max_difficulty")
+    ends = [kwargs.get(f"{name}_difficulty") for name in ("min", "max")]
     takes = "difficulty_step" in checks.argument_names(function)
     if not takes or "difficulty_step" in kwargs:
         return dict(kwargs)
-    if not isinstance(low, numbers.Real) or not isinstance(high, numbers.Real):
+    if not all(isinstance(end, int | float) for end in ends):
         return dict(kwargs)  # and the schedule says what it wants
+    low, high = map(float, ends)
     return {**kwargs, "difficulty_step": (high - low) / 1000 or 1.0}
 
 

@@ -152,16 +152,20 @@ def test_a_run_does_not_go_on_with_other_weights(base, finished, weights):
 
 
 def test_a_changed_text_of_any_corpus_changes_the_fingerprint(base, tmp_path):
-    mixture = {
-        "talk": {},
-        "facts": {"path": write(tmp_path / "new", ["1"] * 9 + ["2"])},
-    }
-    changed = mixture_of(base, {"curriculum.mixture.corpora": mixture})
-    with changed.unlocked():
-        changed.data.validation_fraction = 0.5
-    found = corpora.corpus(changed)
-    assert found.fingerprint != corpora.corpus(mixture_of(base)).fingerprint
-    assert found.validation is found.parts["talk"].validation
+    old = corpora.corpus(mixture_of(base))
+    path = write(tmp_path / "facts.jsonl", [f"{i} - 1 = {i - 1}." for i in range(500)])
+    mixture = {"talk": {}, "facts": {"path": path}}
+    new = corpora.corpus(mixture_of(base, {"curriculum.mixture.corpora": mixture}))
+    assert new.fingerprint != old.fingerprint
+    assert new.parts["talk"].fingerprint == old.parts["talk"].fingerprint
+    assert new.validation is new.parts["talk"].validation
+
+
+def test_a_corpus_that_is_too_small_is_named(base, tmp_path):
+    mixture = {"talk": {}, "facts": {"path": write(tmp_path / "facts.jsonl", ["1"])}}
+    config = mixture_of(base, {"curriculum.mixture.corpora": mixture})
+    with pytest.raises(ValueError, match=r"mixture\.corpora\.facts: "):
+        corpora.corpus(config)
 
 
 @pytest.mark.parametrize("clock", ["steps", "tokens"])
@@ -178,8 +182,11 @@ def test_lengths_are_cut_on_top(base, clock):
     batches = plan.batches(config, corpus)
     for step in (0, 7, 19):
         assert batches[step]["tokens"].shape == plan.timeline[step].shape[:2]
-        assert set(batches[step]["corpus"]) <= {0, 1}
-    assert len(plan.timeline.shapes()) > 2
+        done = plan.timeline.tokens(step) / (20 * 8 * 32 / 2)
+        rising = min(done if clock == "tokens" else (step + 1) / 10, 1)
+        share = plan.order.difficulties(step)["share_facts"]
+        assert share == pytest.approx(rising / (1 + rising), abs=1.1e-3)
+    assert len(plan.timeline.shapes()) >= 2
 
 
 def test_metrics_order_every_corpus_that_has_no_other(base):
@@ -235,7 +242,7 @@ def test_the_config_as_it_stands_mixes_two_packages(base):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("mixture", 3, "curriculum.mixture=3: expected a block"),
+        ("mixture", 3, "curriculum.mixture=3: expected a dict"),
         ("mixture", {"corpora": {}}, "'curriculum.mixture.weights' is missing"),
         ("mixture.corpora", {"talk": {}}, "must be of the same names"),
         ("mixture.corpora", {"talk": {}, "facts": {}}, "are the same data"),
