@@ -65,14 +65,12 @@ def weight_arguments(kwargs: Mapping[str, Any], function: Callable) -> dict[str,
     The schedules' own rounds to whole numbers, which would make a weight that rises
     from 0 to 1 jump there at the end.
     """
-    ends = [kwargs.get(f"{name}_difficulty") for name in ("min", "max")]
-    takes = "difficulty_step" in checks.argument_names(function)
-    if not takes or "difficulty_step" in kwargs:
+    low, high = (kwargs.get(f"{end}_difficulty") for end in ("min", "max"))
+    if "difficulty_step" not in checks.argument_names(function):
         return dict(kwargs)
-    if not all(isinstance(end, int | float) for end in ends):
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
         return dict(kwargs)  # and the schedule says what it wants
-    low, high = map(float, ends)
-    return {**kwargs, "difficulty_step": (high - low) / 1000 or 1.0}
+    return {"difficulty_step": (high - low) / 1000 or 1.0, **kwargs}
 
 
 def problems(config: ml_collections.ConfigDict) -> list[str]:

@@ -32,9 +32,12 @@ class _Record:
         """Return a step's samples and what its records are told, found once a step."""
         last, samples, told = self._last  # read and set whole: threads share it
         if last != step:
-            samples, told = self._order[step], {"step": np.int64(step)}
-            for name, difficulty in self._order.difficulties(step).items():
-                told[f"difficulty_{name}"] = np.asarray(difficulty)[()]
+            samples = self._order[step]
+            difficulties = self._order.difficulties(step).items()
+            told = {
+                "step": np.int64(step),
+                **{f"difficulty_{name}": np.asarray(d)[()] for name, d in difficulties},
+            }
             self._last = step, samples, told
         return samples, told
 

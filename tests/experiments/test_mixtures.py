@@ -142,6 +142,21 @@ def test_a_mixture_goes_on_exactly_on_other_devices(
     check_resume(config, again, finished, tmp_path / "run", monkeypatch)
 
 
+def test_a_bad_step_is_told_with_the_corpora_of_its_samples(base, tmp_path):
+    config = mixture_of(base)
+    with jax.set_mesh(builders.mesh(config)):
+        run = train_lm.set_up(config, tmp_path)
+    batch = run.batches[3]
+    kinds = ["facts", "talk"]
+    expected = [
+        f"{kinds[number]} {sample}"
+        for number, sample in zip(batch["corpus"], batch["sample_id"], strict=True)
+    ]
+    with pytest.raises(FloatingPointError, match=expected[0]):
+        training.check_finite({4: {"loss": np.nan}}, sample_ids=run._sample_ids)
+    assert run._sample_ids(4) == expected
+
+
 @pytest.mark.parametrize(
     "weights", [{"talk": 1.0, "facts": 2.0}, {"talk": 2.0, "facts": 1.0}]
 )
