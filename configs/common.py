@@ -31,6 +31,10 @@ def base() -> ml_collections.ConfigDict:
         # Training rows hold documents one after another; False: one document each, cut
         # at seq_len or filled up.
         packed=True,
+        # Above 0, with packed=False: a batch has as many rows as fit so many tokens, in
+        # multiples of batch_size, and is as long as its longest row, rounded up.
+        max_tokens=0,
+        buckets=dict(multiple=64, max_count=8),  # what lengths are rounded up to
         validation_fraction=0.03,
         split_seed=0,  # apart from `seed`, so that all seeds have one validation set
         num_workers=0,  # processes that prepare batches; 0: threads of this process
@@ -50,6 +54,9 @@ def base() -> ml_collections.ConfigDict:
         name="warmup_cosine_schedule",
         clock="steps",  # or "tokens": fed tokens
         warmup_clock="",  # "steps" or "tokens" where that of the warm-up differs
+        # With data.max_tokens: the rate is for data.batch_size rows; a batch of k times
+        # as many takes k times it ("linear"), or the root of k ("sqrt").
+        batch_scaling="none",
         kwargs=dict(peak_value=1e-3, warmup=100, final_ratio=0.1),
     )
     config.zero = None
@@ -88,7 +95,7 @@ def curriculum(**changes) -> ml_collections.ConfigDict:
         # A directory that `experiments.analyze` wrote; empty: analyzed when needed,
         # and kept in data.cache_dir.
         index="",
-        mixture=None,
+        mixture=None,  # or mixture(...)
     )
     return ml_collections.ConfigDict({**block, **changes})
 
@@ -114,6 +121,26 @@ def length(mode: str = "truncate", **changes) -> dict:
         buckets=dict(multiple=64, max_count=8),
     )
     return {**block, **changes}
+
+
+def mixture(corpora: dict, weights: dict) -> dict:
+    """Returns the keys of a curriculum's mixture.
+
+    Args:
+      corpora: by name, the keys of ``config.data`` in which a corpus differs from it
+        (name, path, field; none: its own corpus), and ``metrics`` where they are not
+        those of the curriculum. All are tokenized, split and packed as it is.
+      weights: by name, a positive number or ``weight(...)``; their ratio counts.
+    """
+    return dict(corpora=corpora, weights=weights)
+
+
+def weight(schedule: str = "fixed_linear_schedule", **kwargs) -> dict:
+    """Returns a weight that changes; ``kwargs`` are the schedule's.
+
+    Where they lack ``difficulty_step`` it is a thousandth of the schedule's range.
+    """
+    return dict(schedule=schedule, kwargs=kwargs)
 
 
 def parse_arg(arg: str | None, **defaults):

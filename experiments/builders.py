@@ -23,6 +23,14 @@ _GIVEN = {
 }
 
 
+# By what the rate is multiplied where a batch has so many times the samples.
+_BATCH_SCALES: dict[str, Callable[[float], float]] = {
+    "none": lambda size: 1.0,
+    "linear": lambda size: size,
+    "sqrt": lambda size: size**0.5,
+}
+
+
 def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
     """Raises a ``ValueError`` that lists every problem of ``config``.
 
@@ -79,7 +87,8 @@ def learning_rate(
     """The learning rate as ``(step, tokens) -> rate``, both before the step.
 
     The clock of the decay is ``config.schedule.clock``, that of the warm-up may be the
-    other one: the decay then begins at the step that ends the warm-up.
+    other one: the decay then begins at the step that ends the warm-up. Batches by
+    tokens scale it by their samples over ``data.batch_size``.
     """
     settings = config.schedule
     function = checks.resolve(settings.name, "schedule.name", schedules)
@@ -89,9 +98,11 @@ def learning_rate(
 
     def rate(step: int, tokens: int) -> float:
         clocks = {"steps": step, "tokens": tokens}
+        size = timeline[step].samples / config.data.batch_size
+        scale = _BATCH_SCALES[settings.batch_scaling](size)
         if own != settings.clock and clocks[own] < warmup:
-            return settings.kwargs.peak_value * clocks[own] / warmup
-        return float(after(clocks[settings.clock]))
+            return scale * settings.kwargs.peak_value * clocks[own] / warmup
+        return scale * float(after(clocks[settings.clock]))
 
     return rate
 

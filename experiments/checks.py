@@ -219,6 +219,7 @@ def _value_problems(config) -> list[str]:
         )
     if not 0 <= config.data.mask_rate < 1:
         problems.append(f"data.mask_rate={config.data.mask_rate}: must lie in [0, 1)")
+    problems += _token_batch_problems(config)
     clocks = ("steps", "tokens")
     warmup_clock = config.schedule.warmup_clock
     problems += choice_problems({"schedule.clock": (config.schedule.clock, clocks)})
@@ -233,6 +234,43 @@ def _value_problems(config) -> list[str]:
     for block in ("random_ltd", "zero", "compression", "sparsity"):
         if config[block] is not None:
             problems.append(f"{block} is not available in this version; leave it None")
+    return problems
+
+
+def _token_batch_problems(config) -> list[str]:
+    """Problems of batches that are filled up to a number of tokens."""
+    settings, scaling = config.data, config.schedule.batch_scaling
+    problems = choice_problems(
+        {"schedule.batch_scaling": (scaling, ("none", "linear", "sqrt"))}
+    )
+    if settings.buckets.multiple < 1 or settings.buckets.max_count < 2:
+        problems.append(
+            f"data.buckets={settings.buckets.to_dict()}: multiple must be at least 1 "
+            "and max_count at least 2"
+        )
+    if not settings.max_tokens:
+        if scaling != "none":
+            problems.append(
+                f"schedule.batch_scaling={scaling!r} is for batches of different size; "
+                "set data.max_tokens"
+            )
+        return problems
+    fewest = settings.batch_size * settings.seq_len
+    if settings.max_tokens < fewest:
+        problems.append(
+            f"data.max_tokens={settings.max_tokens} must be 0 (off) or at least "
+            f"batch_size * seq_len = {fewest}: rows come in multiples of batch_size"
+        )
+    if settings.packed:
+        problems.append(
+            "data.max_tokens fills batches with rows of different length; set "
+            "data.packed=False"
+        )
+    if config.curriculum is not None:
+        problems.append(
+            "data.max_tokens chooses the rows of a batch, as a curriculum does; set "
+            "one of data.max_tokens=0 and curriculum=None"
+        )
     return problems
 
 

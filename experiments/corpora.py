@@ -1,23 +1,33 @@
 """The text of a config: read, tokenized, split and packed into rows."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import ml_collections
 
 from dataeff_jax import curriculum, data
+from experiments import mixtures
+
+
+class Rows(NamedTuple):
+    """The rows of one corpus, to train and to evaluate on."""
+
+    fingerprint: str  # of text and tokenizer
+    train: data.PackedRows | curriculum.DocumentRows
+    validation: data.PackedRows
 
 
 class Corpus(NamedTuple):
     """The tokenized documents of a run, as rows to train and to evaluate on."""
 
     tokenizer: data.Tokenizer
-    fingerprint: str  # of text and tokenizer
+    fingerprint: str  # of all texts and the tokenizer
     vocab_size: int  # of the model: the tokenizer's, and a mask token where one is used
-    train: data.PackedRows | curriculum.DocumentRows
+    train: data.PackedRows | curriculum.DocumentRows  # of config.data's own corpus
     validation: data.PackedRows
     transform: Callable[[dict, int], dict] | None  # what becomes of a row when drawn
+    parts: Mapping[str, Rows] = {}  # of the mixture, by name
 
 
 def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
@@ -33,14 +43,11 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
     settings = config.data
     source = _source(settings)
     tokenizer = _tokenizer(settings, source)
-    directory = data.cache_directory(settings.cache_dir, source, tokenizer)
-    cache = data.tokenize(source, tokenizer, directory, progress=progress)
-    train, validation = data.split_documents(
-        cache,
-        validation_fraction=settings.validation_fraction,
-        seed=settings.split_seed,
-    )
-    rows = dict(length=settings.seq_len, segments=settings.segments)
+    own = _rows(settings, source, tokenizer, progress)
+    parts, fingerprint = _parts(config, tokenizer, own, progress), own.fingerprint
+    if parts:
+        told = {name: rows.fingerprint for name, rows in parts.items()}
+        fingerprint = mixtures.fingerprint(fingerprint, told)
     vocab_size, transform = tokenizer.vocab_size, None
     if settings.mask_rate:
         vocab_size += 1
@@ -52,16 +59,46 @@ def corpus(config: ml_collections.ConfigDict, *, progress=None) -> Corpus:
             special_tokens=(tokenizer.end_of_text,),
             mask_rate=settings.mask_rate,
         )
+    _, train, validation = own
     return Corpus(
-        tokenizer,
+        tokenizer, fingerprint, vocab_size, train, validation, transform, parts
+    )
+
+
+def _parts(config, tokenizer, own: Rows, progress) -> dict[str, Rows]:
+    """The corpora of the mixture, of one tokenizer; ``config.data``'s own as it is."""
+    if config.curriculum is None or config.curriculum.mixture is None:
+        return {}
+    parts = {}
+    for name in sorted(config.curriculum.mixture.corpora):
+        settings = mixtures.config_of(config, name).data
+        if mixtures.source(settings) == mixtures.source(config.data):
+            parts[name] = own
+            continue
+        try:
+            parts[name] = _rows(settings, _source(settings), tokenizer, progress)
+        except ValueError as error:
+            where = f"curriculum.mixture.corpora.{name}"
+            raise ValueError(f"{where}: {error}") from None
+    return parts
+
+
+def _rows(settings, source, tokenizer, progress) -> Rows:
+    directory = data.cache_directory(settings.cache_dir, source, tokenizer)
+    cache = data.tokenize(source, tokenizer, directory, progress=progress)
+    train, validation = data.split_documents(
+        cache,
+        validation_fraction=settings.validation_fraction,
+        seed=settings.split_seed,
+    )
+    rows = dict(length=settings.seq_len, segments=settings.segments)
+    return Rows(
         cache.fingerprint,
-        vocab_size,
         data.PackedRows(train, **rows)
         if settings.packed
         else curriculum.DocumentRows(train, length=settings.seq_len),
         # All configs are evaluated on the same rows.
         data.PackedRows(validation, keep_remainder=True, **rows),
-        transform,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from configs import common
 from dataeff_jax import curriculum, data, schedules, training
-from experiments import checks, corpora, difficulties
+from experiments import checks, corpora, difficulties, mixtures
 
 CLOCKS = ("steps", "tokens")
 
@@ -21,6 +21,7 @@ class Curriculum(NamedTuple):
     timeline: training.Timeline
     order: curriculum.SampleOrder | None  # None: every row once an epoch
     lengths: Any  # a LengthCurriculum or Trimming; None: full rows
+    budget: curriculum.TokenBudget | None = None  # what batches by tokens are
 
     def batches(
         self,
@@ -33,9 +34,17 @@ class Curriculum(NamedTuple):
     ) -> grain.MapDataset:
         """The batch of every step, this process's rows; see ``data.batches``."""
         process = dict(process_index=process_index, process_count=process_count)
+        if self.budget is not None:
+            return self.budget.batches(
+                corpus.train, transform=corpus.transform, **process
+            )
         if self.order is not None:
+            rows: Any = corpus.train
+            if isinstance(self.order, curriculum.Mixture):
+                parts = {name: part.train for name, part in corpus.parts.items()}
+                rows = self.order.rows(parts)
             result = curriculum.batches(
-                corpus.train, self.order, transform=corpus.transform, **process
+                rows, self.order, transform=corpus.transform, **process
             )
         else:
             result = data.batches(
@@ -66,23 +75,18 @@ def build(
       ValueError: an index of other data, a schedule that does not serve, or more
         shapes than ``config.train.max_shapes``.
     """
+    if config.data.max_tokens:
+        return _by_tokens(config, corpus)
     settings = config.curriculum
     planned = timeline(config)
-    index, order, lengths = None, None, None
-    if settings is not None and settings.metrics:
-        index = difficulties.index(config, corpus, progress=progress)
-        order = curriculum.SampleOrder(
-            index,
-            _criteria(config, planned),
-            batch_size=config.data.batch_size,
-            seed=config.seed,
-            draw=settings.draw,
-            step_offset=0 if settings.clock == "tokens" else 1,
-            num_steps=planned.num_steps,
-        )
+    order, lengths, row_lengths = None, None, None
+    if settings is not None and settings.mixture is not None:
+        order, row_lengths = _mixture(config, corpus, planned, progress)
+    elif settings is not None and settings.metrics:
+        order, row_lengths = _order(config, corpus, planned, config.seed, progress)
     if settings is not None and settings.length:
         if settings.length.mode == "trim":
-            lengths = _trimming(config, index, order)
+            lengths = _trimming(config, order, row_lengths)
             planned = _timeline(config, lambda step, tokens: lengths.length_at(step))
         else:
             lengths = _length_curriculum(settings.length.mode, planned)
@@ -93,7 +97,8 @@ def build(
 def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
     """What every step feeds, from the config alone: no sample decides a length.
 
-    Lengths that samples decide, those of mode "trim", are taken as full.
+    Lengths that samples decide, those of mode "trim" and of ``data.max_tokens``, are
+    taken as full.
 
     Raises:
       ValueError: a schedule that gives something else than lengths.
@@ -147,17 +152,41 @@ def problems(config: ml_collections.ConfigDict) -> list[str]:
             "curriculum.draw": (settings.draw, ("stratified", "parity", "iid")),
         }
     )
-    if settings.mixture is not None:
-        found.append("curriculum.mixture is not available in this version")
-    if not settings.metrics and settings.length is None:
+    if not settings.metrics and settings.length is None and settings.mixture is None:
         found.append(
-            "curriculum has neither metrics nor a length; give one, or "
+            "curriculum has neither metrics nor a length nor a mixture; give one, or "
             "--config.curriculum=None"
         )
     for name, block in settings.metrics.items():
         found.extend(_metric_problems(config, name, block))
     if settings.length is not None:
         found.extend(_length_problems(config))
+    if settings.mixture is not None and not found:
+        found.extend(_mixture_problems(config))
+    return found
+
+
+def _mixture_problems(config) -> list[str]:
+    found = mixtures.problems(config)
+    if found:
+        return found
+    where, block = "curriculum.mixture", config.curriculum.mixture
+    for name, weight in block.weights.items():
+        if isinstance(weight, ml_collections.ConfigDict):
+            schema, key = common.weight(), f"{where}.weights.{name}"
+            found.extend(_block_problems(config, weight, schema, key))
+        own = mixtures.config_of(config, name)
+        for metric, told in own.curriculum.metrics.items():
+            if "metrics" in block.corpora[name]:
+                problems = _metric_problems(own, metric, told)
+                found.extend(f"{where}.corpora.{name}: {text}" for text in problems)
+    if not found:
+        try:
+            planned = timeline(config)
+            sizes = dict.fromkeys(block.corpora, 1)
+            mixtures.order(config, sizes, _weights(config, planned), planned)
+        except ValueError as error:
+            found.append(f"{where}.weights: {error}")
     return found
 
 
@@ -286,6 +315,9 @@ def _timeline(config, length_at) -> training.Timeline:
     settings = config.curriculum
     mode = settings.length.mode if settings is not None and settings.length else None
 
+    if config.data.max_tokens:
+        rows = config.data.max_tokens // size // rows * rows
+
     def feed_at(step: int, tokens: int) -> training.Feed:
         length = min(int(length_at(step, tokens)), size)
         if length < 1:
@@ -296,23 +328,112 @@ def _timeline(config, length_at) -> training.Timeline:
             return training.Feed(rows, rows, size, length)
         return training.Feed(rows, rows, length, length)
 
+    return _until_the_end(config, feed_at)
+
+
+def _until_the_end(config, feed_at) -> training.Timeline:
     if config.train.num_tokens:
         return training.Timeline(feed_at, num_tokens=config.train.num_tokens)
     return training.Timeline(feed_at, num_steps=config.train.num_steps)
 
 
+def _by_tokens(config, corpus: corpora.Corpus) -> Curriculum:
+    """Batches that are filled up to ``data.max_tokens``."""
+    settings = config.data
+    # A document and the end_of_text that its row predicts; see DocumentRows.
+    lengths = np.minimum(corpus.train.documents.lengths + 1, settings.seq_len)
+    budget = curriculum.TokenBudget(
+        lengths,
+        max_tokens=settings.max_tokens,
+        buckets=buckets(settings.seq_len, settings.buckets),
+        seed=config.seed,
+        # The devices divide batch_size, and the run does not depend on their number.
+        row_multiple=settings.batch_size,
+    )
+
+    def feed_at(step: int, tokens: int) -> training.Feed:
+        samples, length = budget[step], budget.length_at(step)
+        return training.Feed(int((samples >= 0).sum()), len(samples), length, length)
+
+    planned = _until_the_end(config, feed_at)
+    _check_shapes(config, planned)
+    return Curriculum(planned, None, None, budget)
+
+
+def _mixture(
+    config, corpus: corpora.Corpus, planned: training.Timeline, progress
+) -> tuple[curriculum.Mixture, Any]:
+    """The mixture, and the lengths of all its rows where they are cut to them."""
+    orders: dict[str, int | curriculum.SampleOrder] = {}
+    lengths = []
+    for name, part in sorted(corpus.parts.items()):
+        own = mixtures.config_of(config, name)
+        orders[name] = len(part.train)
+        if own.curriculum.metrics or _trims(own):
+            order, row_lengths = _order(
+                own,
+                corpus._replace(train=part.train),
+                planned,
+                mixtures.seed_of(config, name),
+                progress,
+            )
+            lengths.append(row_lengths)
+            orders[name] = len(part.train) if order is None else order
+    result = mixtures.order(config, orders, _weights(config, planned), planned)
+    return result, np.concatenate(lengths) if _trims(config) else None
+
+
+def _weights(config, planned: training.Timeline) -> dict[str, Any]:
+    weights = dict(config.curriculum.mixture.weights)
+    for name, block in weights.items():
+        if isinstance(block, ml_collections.ConfigDict):
+            function = checks.resolve(block.schedule, "the weight", schedules)
+            kwargs = mixtures.weight_arguments(block.kwargs, function)
+            block = ml_collections.ConfigDict({**block, "kwargs": kwargs})
+            weights[name] = _on_clock(config, _schedule(config, block), planned)
+    return weights
+
+
+def _order(
+    config, corpus: corpora.Corpus, planned: training.Timeline, seed: int, progress
+) -> tuple[curriculum.SampleOrder | None, Any]:
+    """The order by the metrics, and the rows' lengths where batches are cut to them."""
+    settings = config.curriculum
+    index = difficulties.index(config, corpus, progress=progress)
+    lengths = index.values("sequence_length") if _trims(config) else None
+    if not settings.metrics:
+        return None, lengths
+    order = curriculum.SampleOrder(
+        index,
+        _criteria(config, planned),
+        batch_size=config.data.batch_size,
+        seed=seed,
+        draw=settings.draw,
+        step_offset=0 if settings.clock == "tokens" else 1,
+        num_steps=planned.num_steps,
+    )
+    return order, lengths
+
+
+def _trims(config) -> bool:
+    length = config.curriculum.length
+    return length is not None and length.mode == "trim"
+
+
 def _criteria(config, planned: training.Timeline):
     result = {}
     for name, block in config.curriculum.metrics.items():
-        pacing = _schedule(config, block)
-        if config.curriculum.clock == "tokens":
-            pacing = _by_step(pacing, planned)
+        pacing = _on_clock(config, _schedule(config, block), planned)
         result[name] = curriculum.Criterion(pacing, block.difficulty_type)
     return result
 
 
-def _by_step(pacing: schedules.Pacing, planned: training.Timeline) -> schedules.Pacing:
-    """A schedule of the tokens as one of the step: both are known for all steps."""
+def _on_clock(config, pacing, planned: training.Timeline):
+    """A schedule as one of the step: the tokens are known for all steps."""
+    if config.curriculum.clock != "tokens":
+        return pacing
+    if not isinstance(pacing, schedules.Pacing):
+        return lambda step: pacing(planned.tokens(int(step)))
 
     def value(module: Any, step: Any) -> Any:
         return pacing.value(module, planned.tokens(int(step)))
@@ -334,21 +455,22 @@ def _length_curriculum(mode: Any, planned: training.Timeline):
     )
 
 
-def _trimming(config, index: Any, order: Any) -> curriculum.Trimming:
+def _trimming(config, order: Any, row_lengths: Any) -> curriculum.Trimming:
     return curriculum.Trimming(
         order,
-        index.values("sequence_length"),
+        row_lengths,
         buckets=buckets(config.data.seq_len, config.curriculum.length.buckets),
     )
 
 
 def _check_shapes(config, planned: training.Timeline) -> None:
     shapes = planned.shapes()
+    where = "data" if config.data.max_tokens else "curriculum.length"
     if len(shapes) > config.train.max_shapes:
         raise ValueError(
             f"the run has {len(shapes)} shapes of batches, each of which compiles a "
             f"step, more than train.max_shapes={config.train.max_shapes}; raise "
-            "curriculum.length.buckets.multiple, or set its max_count"
+            f"{where}.buckets.multiple, or set its max_count"
         )
 
 

@@ -5,7 +5,8 @@
 
 Prints difficulty, length, the part of the samples that may be drawn, learning rate and
 tokens over the steps, and the shapes that will be compiled, as a table and a plot. The
-data is read (and analyzed, once) only where the curriculum draws by a metric.
+data is read (and analyzed, once) only where the curriculum draws by a metric or from
+several corpora, or batches are filled by tokens.
 """
 
 import itertools
@@ -57,7 +58,8 @@ def preview(config: ml_collections.ConfigDict) -> dict[str, Any]:
 
 def _plan(config: ml_collections.ConfigDict) -> curricula.Curriculum:
     settings = config.curriculum
-    if settings is None or not settings.metrics:
+    drawn = settings is not None and (settings.metrics or settings.mixture)
+    if not drawn and not config.data.max_tokens:
         return curricula.Curriculum(curricula.timeline(config), None, None)
     corpus = corpora.corpus(config, progress=command_line.counter("tokenized"))
     counter = command_line.counter("analyzed")

@@ -108,6 +108,8 @@ def set_up(
     plan = curricula.build(config, corpus, progress=counter)
     if plan.order is not None:
         resolved["curriculum"]["fingerprint"] = plan.order.fingerprint
+    if plan.budget is not None:
+        resolved["data"]["batches"] = plan.budget.fingerprint
     distributed.check_agreement(
         training.config_hash(resolved, free=("data.cache_dir",)),
         what="config or corpus",
@@ -245,10 +247,27 @@ class Run:
         return self._finish()
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and perplexity on the validation rows, every token once."""
+        """Loss and perplexity on the validation rows, every token once.
+
+        They are of ``config.data``'s own corpus, so that runs with other mixtures
+        compare; a mixture's corpora have their losses beside it.
+        """
+        found = self._evaluate(self.corpus.validation)
+        result = {
+            "validation_loss": found["loss"],
+            "perplexity": found["perplexity"],
+            "validation_tokens": found["tokens"],
+        }
+        for name, part in self.corpus.parts.items():
+            if part.validation is not self.corpus.validation:
+                part_found = self._evaluate(part.validation)
+                result[f"validation_loss_{name}"] = part_found["loss"]
+        return result
+
+    def _evaluate(self, rows: data.PackedRows) -> dict[str, float]:
         settings = self.config.eval
         batches = data.evaluation_batches(
-            self.corpus.validation,
+            rows,
             batch_size=settings.batch_size,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
@@ -256,12 +275,7 @@ class Run:
             transform=self.corpus.transform,
         )
         with contextlib.closing(data.prefetch(batches)) as iterator:
-            found = training.evaluate(self.loss_fn, self.state.params, iterator)
-        return {
-            "validation_loss": found["loss"],
-            "perplexity": found["perplexity"],
-            "validation_tokens": found["tokens"],
-        }
+            return training.evaluate(self.loss_fn, self.state.params, iterator)
 
     @functools.cached_property
     def key(self) -> jax.Array:
@@ -368,7 +382,12 @@ class Run:
 
     def _sample_ids(self, step: int):
         """Ids of the rows, over all processes, that step number ``step`` fed."""
-        return self._batches(0, 1)[step - 1]["sample_id"]
+        batch = self._batches(0, 1)[step - 1]
+        if "corpus" not in batch:
+            return batch["sample_id"]
+        names = sorted(self.corpus.parts)
+        pairs = zip(batch["corpus"], batch["sample_id"], strict=True)
+        return [f"{names[number]} {sample}" for number, sample in pairs]
 
     def _act(self, due, metrics, watch, logger, progress) -> None:
         """Logs, evaluates and saves; a line is written before its checkpoint."""
@@ -377,7 +396,7 @@ class Run:
             "learning_rate": self.learning_rate,
             **self.ledger.to_json(),
         }
-        if self.config.curriculum is not None:
+        if self.config.curriculum is not None or self.plan.budget is not None:
             line["length"] = self.plan.timeline[self.step - 1].length
             line |= curricula.difficulties_at(self.plan.order, self.step - 1)
         if "evaluate" in due:

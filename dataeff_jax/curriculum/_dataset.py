@@ -17,20 +17,29 @@ class _Record:
         self._rows = rows
         self._order = order
         self._slots = slots
+        self._last: tuple[int, Any, dict[str, Any]] = (-1, None, {})
 
     def __call__(self, number: int) -> dict[str, Any]:
         step, place = divmod(int(number), len(self._slots))
         return self.at(step, self._slots[place])
 
     def at(self, step: int, slot: int) -> dict[str, Any]:
-        sample = int(self._order[step][slot])
-        told = self._order.difficulties(step)
-        return {
-            "sample_id": np.int64(sample),
-            **self._rows[sample],
-            "step": np.int64(step),
-            **{f"difficulty_{name}": np.asarray(d)[()] for name, d in told.items()},
-        }
+        samples, told = self._of(step)
+        sample = int(samples[slot])
+        return {"sample_id": np.int64(sample), **self._rows[sample], **told}
+
+    def _of(self, step: int) -> tuple[Any, dict[str, Any]]:
+        """Return a step's samples and what its records are told, found once a step."""
+        last, samples, told = self._last  # read and set whole: threads share it
+        if last != step:
+            samples = self._order[step]
+            difficulties = self._order.difficulties(step).items()
+            told = {
+                "step": np.int64(step),
+                **{f"difficulty_{name}": np.asarray(d)[()] for name, d in difficulties},
+            }
+            self._last = step, samples, told
+        return samples, told
 
 
 class _Batch:

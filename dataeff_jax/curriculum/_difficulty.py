@@ -83,8 +83,9 @@ def described(value: Any) -> str:
     if isinstance(value, functools.partial):
         settings = sorted(value.keywords.items())
         return described([value.func, value.args, settings])
-    if inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__} {_source(value)}"
+    if inspect.isroutine(value) or inspect.isclass(value):
+        module = getattr(value, "__module__", None)  # methods of built-in types: none
+        return f"{module}.{value.__qualname__} {_source(value)}"
     if isinstance(value, Metric) or callable(value):
         kind = type(value)
         settings = sorted(getattr(value, "__dict__", {}).items())

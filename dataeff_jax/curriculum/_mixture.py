@@ -1,7 +1,9 @@
 """Mixtures of corpora whose weights follow a schedule of the step."""
 
+import bisect
 import functools
 import hashlib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -198,17 +200,17 @@ class MixedRows:
 
     def __init__(self, corpora: list[Any]):
         self._corpora = corpora
-        self._ends = np.cumsum([len(rows) for rows in corpora])
+        self._ends = list(itertools.accumulate(map(len, corpora)))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(f"index={index} is outside {len(self)} rows.")
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number = bisect.bisect_right(self._ends, index)
         rows = self._corpora[number]
-        own = index - int(self._ends[number]) + len(rows)
+        own = int(index) - self._ends[number] + len(rows)
         return {"sample_id": np.int64(own), **rows[own], "corpus": np.int64(number)}
 
 

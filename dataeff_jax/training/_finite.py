@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 def check_finite(
     values: Mapping[int, Mapping[str, float]],
     *,
-    sample_ids: Callable[[int], Sequence[int]] | None = None,
+    sample_ids: Callable[[int], Sequence[int | str]] | None = None,
 ) -> None:
     """Raises at the first step with a value that is not finite.
 
@@ -35,5 +35,6 @@ def check_finite(
         told = ", ".join(f"{name} is {value}" for name, value in bad.items())
         message = f"{told} at step {step}; nothing of this step was saved."
         if sample_ids is not None:
-            message += f" Its samples are {[int(i) for i in sample_ids(step)]}."
+            ids = [i if isinstance(i, str) else int(i) for i in sample_ids(step)]
+            message += f" Its samples are {ids}."
         raise FloatingPointError(message)

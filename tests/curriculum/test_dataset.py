@@ -105,6 +105,21 @@ def test_prefetched_batches_tell_their_own_difficulty(order):
     iterator.close()
 
 
+def test_difficulties_are_asked_for_once_a_batch(order, monkeypatch):
+    asked = []
+    find = type(order).difficulties
+
+    def difficulties(self, step):
+        asked.append(step)
+        return find(self, step)
+
+    monkeypatch.setattr(type(order), "difficulties", difficulties)
+    steps = curriculum.batches(Rows(), order)
+    for step in (3, 4, 3):
+        assert set(steps[step]["step"]) == {step}
+    assert asked == [3, 4, 3]
+
+
 def test_records_compose_with_map_and_batch(order):
     labels = curriculum.dataset(Rows(), order).map(lambda record: record["labels"])
     found = list(itertools.islice(labels.batch(16).to_iter_dataset(), 5))

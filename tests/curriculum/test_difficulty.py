@@ -211,3 +211,17 @@ def test_bad_arguments_are_told_when_built(make, message):
 def test_records_that_do_not_fit_are_named(source, metric, message):
     with pytest.raises(ValueError, match=message):
         computed(metric, source)
+
+
+@pytest.mark.parametrize("function", [int, str.count, len, float.fromhex])
+def test_built_in_classes_and_methods_are_functions_too(function):
+    def fingerprint(of):
+        return curriculum.function_metric(of, name="f", dtype="int64").fingerprint
+
+    assert fingerprint(function) == fingerprint(function) != fingerprint(abs)
+
+
+def test_a_class_may_be_the_function():
+    metric = curriculum.function_metric(int, name="f", dtype="int64")
+    values, _ = computed(metric, ["3", "14"])
+    assert values.tolist() == [3, 14]
