@@ -36,7 +36,7 @@ def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
     if not problems:
         problems.extend(curricula.problems(config))
     if not problems:
-        problems.extend(random_ltd.feed_problems(config))
+        problems.extend(curricula.feed_problems(config))
     if not problems:
         for block in ("model", "optimizer", "schedule"):
             problems.extend(_block_problems(config, block))

@@ -89,6 +89,7 @@ def build(
         else:
             lengths = _length_curriculum(settings.length.mode, planned)
     _check_shapes(config, planned)
+    _check_always_keep(config, planned)
     return Curriculum(planned, order, lengths)
 
 
@@ -185,10 +186,14 @@ def problems(config: ml_collections.ConfigDict) -> list[str]:
     return found
 
 
-def shape_problems(config: ml_collections.ConfigDict) -> list[str]:
-    """Sentences about too many shapes of batches, as far as no sample decides them."""
+def feed_problems(config: ml_collections.ConfigDict) -> list[str]:
+    """Sentences about shapes of batches, as far as no sample decides them."""
+    if config.random_ltd is None:
+        return []  # `problems` has looked at the lengths
     try:
-        _check_shapes(config, timeline(config))
+        planned = timeline(config)
+        _check_shapes(config, planned)
+        _check_always_keep(config, planned)
     except ValueError as error:
         return [str(error)]
     return []
@@ -424,6 +429,18 @@ def _check_shapes(config, planned: training.Timeline) -> None:
             f"step, more than train.max_shapes={config.train.max_shapes}; raise "
             f"{' or '.join(_with_buckets(config))}.multiple, or set its max_count"
         )
+
+
+def _check_always_keep(config, planned: training.Timeline) -> None:
+    fixed = set() if config.random_ltd is None else set(config.random_ltd.always_keep)
+    for feed in planned.feeds:
+        if feed.num_kept is None or not fixed:
+            continue
+        if len(fixed) > feed.num_kept or max(fixed) >= feed.length:
+            raise ValueError(
+                f"random_ltd.always_keep={tuple(sorted(fixed))} does not fit into rows "
+                f"of {feed.length} tokens of which {feed.num_kept} are kept"
+            )
 
 
 def _with_buckets(config) -> list[str]:

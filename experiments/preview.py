@@ -4,9 +4,9 @@
         [--output=preview.png] [--rows=12]
 
 Prints difficulty, length, kept tokens, the part of the samples that may be drawn,
-learning rate and tokens over the steps, and the shapes that will be compiled, as a table
-and a plot. The data is read (and analyzed, once) only where the curriculum draws by a
-metric.
+learning rate and tokens over the steps, and the shapes that will be compiled, as a
+table and a plot. The data is read (and analyzed, once) only where the curriculum draws
+by a metric.
 """
 
 import itertools

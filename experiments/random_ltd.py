@@ -88,28 +88,6 @@ def problems(config: ml_collections.ConfigDict) -> list[str]:
     ]
 
 
-def feed_problems(config: ml_collections.ConfigDict) -> list[str]:
-    """Sentences about what does not fit the lengths and shapes of the run's batches."""
-    settings = config.random_ltd
-    if settings is None:
-        return []
-    try:
-        feeds = curricula.timeline(config).feeds
-    except ValueError as error:
-        return [f"random_ltd: {error}"]
-    found, fixed = curricula.shape_problems(config), set(settings.always_keep)
-    for feed in feeds:
-        if feed.num_kept is None or not fixed:
-            continue
-        if len(fixed) > feed.num_kept or max(fixed) >= feed.length:
-            found.append(
-                f"random_ltd.always_keep={tuple(sorted(fixed))} does not fit into rows "
-                f"of {feed.length} tokens of which {feed.num_kept} are kept"
-            )
-            break
-    return found
-
-
 def _kept_problems(config) -> list[str]:
     where, settings = "random_ltd.kwargs", config.random_ltd
     pacing = curricula.kept_pacing(config)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs import common
 from dataeff_jax import training
 from experiments import (
     builders,
@@ -183,6 +184,31 @@ def test_layers_can_be_chosen(tmp_path):
     config = config_of(ALONE, *overrides)
     last = train_lm.train_and_evaluate(config, tmp_path)
     assert last["layer_tokens"] == last["step"] * 8 * (32 + 3 * 8)
+
+
+def test_bert_drops_tokens_of_rows_that_samples_cut(tmp_path):
+    config = command_line.load_config("configs/bert_curriculum.py:tiny,method=seqreo")
+    block = common.random_ltd(
+        kwargs=dict(min_difficulty=8, max_difficulty=32, total=0.7),
+        buckets=dict(multiple=8, max_count=4),
+        always_keep=(0,),
+    )
+    with config.unlocked():
+        config.random_ltd = block
+        config.data.cache_dir = CACHE
+        config.mesh.axes.data = 1
+        config.model.kwargs.num_layers = 3
+    train_lm.train_and_evaluate(config, tmp_path)
+    corpus = corpora.corpus(config)
+    batches, layer_tokens = curricula.build(config, corpus).batches(config, corpus), 0
+    ramp = round(0.7 * config.train.num_steps)
+    for record in lines(tmp_path)[1:]:
+        step = record["step"] - 1
+        rows, length = batches[step]["tokens"].shape
+        kept = min(min(8 + 24 * step // ramp, 32) // 8 * 8, length)
+        layer_tokens += rows * (2 * length + kept)
+        assert (record["length"], record["num_kept"]) == (length, kept)
+        assert record["layer_tokens"] == layer_tokens
 
 
 @pytest.mark.parametrize("clock", ["tokens", "layer_tokens"])
