@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -101,6 +102,17 @@ def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
     Raises:
       ValueError: a schedule that gives something else than lengths.
     """
+    # Checks, the learning rate and the run ask for it, and long runs take seconds. As
+    # text, because 1 and 1.0 are equal keys, but one step and a whole run.
+    names, values = ("data", "curriculum", "random_ltd", "train"), config.to_dict()
+    chosen = {name: values[name] for name in names}
+    chosen["model"] = {"kwargs": {"num_layers": num_layers(config)}}
+    return _timeline_of(json.dumps(chosen, default=list))
+
+
+@functools.lru_cache(maxsize=2)
+def _timeline_of(text: str) -> training.Timeline:
+    config = ml_collections.ConfigDict(json.loads(text))
     settings = config.curriculum
     if settings is None or not settings.length or settings.length.mode == "trim":
         return _timeline(config, lambda step, tokens: config.data.seq_len)
