@@ -43,7 +43,7 @@ def base() -> ml_collections.ConfigDict:
     )
     config.curriculum = None  # or curriculum()
     config.model = dict(name="GPT", kwargs=dict())
-    config.random_ltd = None
+    config.random_ltd = None  # or random_ltd()
     config.optimizer = dict(
         name="adamw",
         kwargs=dict(b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
@@ -52,8 +52,10 @@ def base() -> ml_collections.ConfigDict:
     )
     config.schedule = dict(
         name="warmup_cosine_schedule",
-        clock="steps",  # or "tokens": fed tokens
-        warmup_clock="",  # "steps" or "tokens" where that of the warm-up differs
+        # "steps"; "tokens": fed tokens; or "layer_tokens": layer tokens divided by the
+        # number of layers, so that a token which half of them see counts half.
+        clock="steps",
+        warmup_clock="",  # one of these where that of the warm-up differs
         # With data.max_tokens: the rate is for data.batch_size rows; a batch of k times
         # as many takes k times it ("linear"), or the root of k ("sqrt").
         batch_scaling="none",
@@ -64,8 +66,10 @@ def base() -> ml_collections.ConfigDict:
     config.sparsity = None
     config.train = dict(
         num_steps=1000,
-        # Above 0: the run ends with the step that reaches so many fed tokens instead.
+        # Above 0: the run ends with the step that reaches so many tokens instead,
         num_tokens=0,
+        # counted as "tokens" (fed) or "layer_tokens", as in `schedule.clock`.
+        budget_clock="tokens",
         log_every_steps=20,
         max_shapes=32,  # of batches, each of which compiles a step
     )
@@ -141,6 +145,27 @@ def weight(schedule: str = "fixed_linear_schedule", **kwargs) -> dict:
     Where they lack ``difficulty_step`` it is a thousandth of the schedule's range.
     """
     return dict(schedule=schedule, kwargs=kwargs)
+
+
+def random_ltd(
+    schedule: str = "fixed_linear_schedule", **changes
+) -> ml_collections.ConfigDict:
+    """Returns the keys of ``config.random_ltd``; ``kwargs`` are the schedule's.
+
+    The schedule gives the tokens of a row that the layers keep. Where these are fewer
+    than the length of the step's rows, each layer drops the others.
+    """
+    block = dict(
+        schedule=schedule,
+        kwargs=dict(),
+        # Of the schedule, counted from 0: "steps", "tokens" or "layer_tokens".
+        clock="steps",
+        # Kept tokens are rounded down to multiples, at most so many.
+        buckets=dict(multiple=64, max_count=8),
+        layers=None,  # a list of layers, from 0; None: all but the first and the last
+        always_keep=(),  # positions that every layer keeps
+    )
+    return ml_collections.ConfigDict({**block, **changes})
 
 
 def parse_arg(arg: str | None, **defaults):

@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from dataeff_jax import distributed, models, optimizers, schedules, training
-from experiments import checks, curricula
+from experiments import checks, curricula, random_ltd
 
 # Arguments that a builder passes itself; a config may not set them as well.
 _GIVEN = {
@@ -40,7 +40,11 @@ def check_config(config: ml_collections.ConfigDict, *, problems=()) -> None:
     """
     problems = [*problems, *checks.schema_problems(config)]
     if not problems:
+        problems.extend(random_ltd.problems(config))
+    if not problems:
         problems.extend(curricula.problems(config))
+    if not problems:
+        problems.extend(curricula.feed_problems(config))
     if not problems:
         for block in ("model", "optimizer", "schedule"):
             problems.extend(_block_problems(config, block))
@@ -83,12 +87,14 @@ def model(
 
 def learning_rate(
     config: ml_collections.ConfigDict, timeline: training.Timeline
-) -> Callable[[int, int], float]:
-    """The learning rate as ``(step, tokens) -> rate``, both before the step.
+) -> Callable[..., float]:
+    """The learning rate as ``(step, tokens, layer_tokens)``, all before the step.
 
-    The clock of the decay is ``config.schedule.clock``, that of the warm-up may be the
-    other one: the decay then begins at the step that ends the warm-up. Batches by
-    tokens scale it by their samples over ``data.batch_size``.
+    Without layer tokens it takes those of the timeline.
+
+    The clock of the decay is ``config.schedule.clock``, that of the warm-up may be
+    another one: the decay then begins at the step that ends the warm-up. Batches
+    by tokens scale it by their samples over ``data.batch_size``.
     """
     settings = config.schedule
     function = checks.resolve(settings.name, "schedule.name", schedules)
@@ -96,8 +102,13 @@ def learning_rate(
     own = settings.warmup_clock or settings.clock
     warmup = _warmup(config, timeline)
 
-    def rate(step: int, tokens: int) -> float:
-        clocks = {"steps": step, "tokens": tokens}
+    num_layers = curricula.num_layers(config)
+
+    def rate(step: int, tokens: int, layer_tokens: int | None = None) -> float:
+        if layer_tokens is None:
+            layer_tokens = timeline.layer_tokens(step)
+        effective = layer_tokens / num_layers
+        clocks = {"steps": step, "tokens": tokens, "layer_tokens": effective}
         size = timeline[step].samples / config.data.batch_size
         scale = _BATCH_SCALES[settings.batch_scaling](size)
         if own != settings.clock and clocks[own] < warmup:
@@ -133,9 +144,27 @@ def optimizer(config: ml_collections.ConfigDict, params, *, axis_name="data"):
 
 def _total(config, timeline: training.Timeline, clock: str) -> int:
     """Length of the run in units of a clock."""
+    if config.train.num_tokens and clock == config.train.budget_clock:
+        return config.train.num_tokens
+    return _clock_at(config, timeline, clock, timeline.num_steps)
+
+
+def _clock_at(config, timeline: training.Timeline, clock: str, step: int) -> int:
+    """What a clock shows before a step."""
     if clock == "steps":
-        return timeline.num_steps
-    return config.train.num_tokens or timeline.tokens(timeline.num_steps)
+        return step
+    if clock == "tokens":
+        return timeline.tokens(step)
+    return timeline.layer_tokens(step) // curricula.num_layers(config)
+
+
+def _step_at(config, timeline: training.Timeline, clock: str, value: int) -> int:
+    """The first step before which a clock shows at least a value."""
+    if clock == "steps":
+        return value
+    if clock == "tokens":
+        return timeline.step_at(value)
+    return timeline.step_at_layer_tokens(value * curricula.num_layers(config))
 
 
 def _warmup(config, timeline: training.Timeline) -> int:
@@ -150,9 +179,10 @@ def _schedule_arguments(config, timeline: training.Timeline) -> dict:
     kwargs, clock = dict(config.schedule.kwargs), config.schedule.clock
     if "warmup" in kwargs:
         kwargs["warmup"] = _warmup(config, timeline)
-        if config.schedule.warmup_clock not in ("", clock):
-            step_or_tokens = timeline.step_at if clock == "steps" else timeline.tokens
-            kwargs["warmup"] = step_or_tokens(kwargs["warmup"])
+        own = config.schedule.warmup_clock
+        if own not in ("", clock):
+            end = _step_at(config, timeline, own, kwargs["warmup"])
+            kwargs["warmup"] = _clock_at(config, timeline, clock, end)
     function = checks.resolve(config.schedule.name, "schedule.name", schedules)
     if "total" in checks.argument_names(function):
         kwargs["total"] = _total(config, timeline, clock)

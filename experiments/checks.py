@@ -220,18 +220,21 @@ def _value_problems(config) -> list[str]:
     if not 0 <= config.data.mask_rate < 1:
         problems.append(f"data.mask_rate={config.data.mask_rate}: must lie in [0, 1)")
     problems += _token_batch_problems(config)
-    clocks = ("steps", "tokens")
+    clocks = ("steps", "tokens", "layer_tokens")
     warmup_clock = config.schedule.warmup_clock
     problems += choice_problems({"schedule.clock": (config.schedule.clock, clocks)})
     problems += choice_problems(
         {"schedule.warmup_clock": (warmup_clock, (*clocks, ""))}
+    )
+    problems += choice_problems(
+        {"train.budget_clock": (config.train.budget_clock, clocks[1:])}
     )
     if config.train.num_tokens < 0:
         problems.append(
             f"train.num_tokens={config.train.num_tokens}: must be 0 (train.num_steps "
             "ends the run) or more"
         )
-    for block in ("random_ltd", "zero", "compression", "sparsity"):
+    for block in ("zero", "compression", "sparsity"):
         if config[block] is not None:
             problems.append(f"{block} is not available in this version; leave it None")
     return problems
@@ -265,6 +268,11 @@ def _token_batch_problems(config) -> list[str]:
         problems.append(
             "data.max_tokens fills batches with rows of different length; set "
             "data.packed=False"
+        )
+    if config.random_ltd is not None:
+        problems.append(
+            "data.max_tokens and random_ltd do not go together in this version; set "
+            "one of data.max_tokens=0 and random_ltd=None"
         )
     if config.curriculum is not None:
         problems.append(

@@ -1,6 +1,8 @@
 """From a configuration to its curriculum: what every step draws and feeds."""
 
 import dataclasses
+import functools
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,10 +11,11 @@ import ml_collections
 import numpy as np
 
 from configs import common
-from dataeff_jax import curriculum, data, schedules, training
+from dataeff_jax import curriculum, data, schedules, token_dropping, training
 from experiments import checks, corpora, difficulties, mixtures
 
 CLOCKS = ("steps", "tokens")
+DROPPING_CLOCKS = ("steps", "tokens", "layer_tokens")
 
 
 class Curriculum(NamedTuple):
@@ -91,6 +94,7 @@ def build(
         else:
             lengths = _length_curriculum(settings.length.mode, planned)
     _check_shapes(config, planned)
+    _check_always_keep(config, planned)
     return Curriculum(planned, order, lengths)
 
 
@@ -103,6 +107,17 @@ def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
     Raises:
       ValueError: a schedule that gives something else than lengths.
     """
+    # Checks, the learning rate and the run ask for it, and long runs take seconds. As
+    # text, because 1 and 1.0 are equal keys, but one step and a whole run.
+    names, values = ("data", "curriculum", "random_ltd", "train"), config.to_dict()
+    chosen = {name: values[name] for name in names}
+    chosen["model"] = {"kwargs": {"num_layers": num_layers(config)}}
+    return _timeline_of(json.dumps(chosen, default=list))
+
+
+@functools.lru_cache(maxsize=2)
+def _timeline_of(text: str) -> training.Timeline:
+    config = ml_collections.ConfigDict(json.loads(text))
     settings = config.curriculum
     if settings is None or not settings.length or settings.length.mode == "trim":
         return _timeline(config, lambda step, tokens: config.data.seq_len)
@@ -111,6 +126,37 @@ def timeline(config: ml_collections.ConfigDict) -> training.Timeline:
         return _timeline(config, lambda step, tokens: pacing(tokens))
     # The original's curricula count from 1.
     return _timeline(config, lambda step, tokens: pacing(step + 1))
+
+
+def num_layers(config: ml_collections.ConfigDict) -> int:
+    """Blocks of the model; 1 where the config is wrong, which its own check says."""
+    found = config.model.kwargs.get("num_layers", 1)
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def num_dropping(config: ml_collections.ConfigDict) -> int:
+    """How many of the blocks drop tokens."""
+    settings = config.random_ltd
+    if settings is None:
+        return 0
+    chosen = settings.layers
+    return max(num_layers(config) - 2, 0) if chosen is None else len(chosen)
+
+
+def layer_tokens(config: ml_collections.ConfigDict, feed: training.Feed) -> int:
+    """Tokens that go through a block in a step with this feed, summed over blocks."""
+    per_piece = token_dropping.layer_tokens(
+        feed.length,
+        num_kept=feed.num_kept,
+        num_layers=num_layers(config),
+        num_dropping=num_dropping(config),
+    )
+    return feed.tokens // feed.length * per_piece
+
+
+def kept_pacing(config: ml_collections.ConfigDict) -> schedules.Pacing:
+    """The schedule of ``config.random_ltd``, before its values become buckets."""
+    return _schedule(config, config.random_ltd, config.random_ltd.clock)
 
 
 def buckets(max_length: int, settings: Any, *, min_length: int | None = None):
@@ -128,10 +174,13 @@ def buckets(max_length: int, settings: Any, *, min_length: int | None = None):
 def allowed_lengths(config: ml_collections.ConfigDict) -> tuple[int, ...]:
     """The lengths, rising, that the length curriculum of a config may take."""
     block = config.curriculum.length
-    pacing = _schedule(config, block)
+    return _allowed(config, _schedule(config, block), block.buckets)
+
+
+def _allowed(config, pacing: Any, settings: Any) -> tuple[int, ...]:
     longest = getattr(pacing, "max_difficulty", None) or config.data.seq_len
     shortest = getattr(pacing, "min_difficulty", None)
-    return buckets(longest, block.buckets, min_length=shortest)
+    return buckets(longest, settings, min_length=shortest)
 
 
 def problems(config: ml_collections.ConfigDict) -> list[str]:
@@ -174,7 +223,7 @@ def _mixture_problems(config) -> list[str]:
     for name, weight in block.weights.items():
         if isinstance(weight, ml_collections.ConfigDict):
             schema, key = common.weight(), f"{where}.weights.{name}"
-            found.extend(_block_problems(config, weight, schema, key))
+            found.extend(block_problems(config, weight, schema, key))
         own = mixtures.config_of(config, name)
         for metric, told in own.curriculum.metrics.items():
             if "metrics" in block.corpora[name]:
@@ -190,12 +239,25 @@ def _mixture_problems(config) -> list[str]:
     return found
 
 
+def feed_problems(config: ml_collections.ConfigDict) -> list[str]:
+    """Sentences about shapes of batches, as far as no sample decides them."""
+    if config.random_ltd is None:
+        return []  # `problems` has looked at the lengths
+    try:
+        planned = timeline(config)
+        _check_shapes(config, planned)
+        _check_always_keep(config, planned)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _metric_problems(config, name: str, block: Any) -> list[str]:
     where = f"curriculum.metrics.{name}"
     if name not in difficulties.METRICS and not config.curriculum.index:
         hint = checks.nearest(name, difficulties.METRICS)
         return [f"{where} is no metric; {hint} (or give curriculum.index)"]
-    found = _block_problems(config, block, common.metric(), where)
+    found = block_problems(config, block, common.metric(), where)
     if not found:
         try:
             curriculum.Criterion(_schedule(config, block), block.difficulty_type)
@@ -208,7 +270,7 @@ def _length_problems(config) -> list[str]:
     where, block = "curriculum.length", config.curriculum.length
     if isinstance(block, ml_collections.ConfigDict) and block.get("mode") == "trim":
         return _trim_problems(config, block)
-    found = _block_problems(config, block, common.length(), where)
+    found = block_problems(config, block, common.length(), where)
     if found:
         return found
     modes = ("truncate", "reshape", "segment", "trim")
@@ -255,11 +317,20 @@ def _trim_problems(config, block) -> list[str]:
     return found
 
 
-def _block_problems(config, block, schema: dict, where: str) -> list[str]:
-    """Problems of the keys of a block with a schedule, and of its arguments."""
+def block_problems(config, block, schema, where: str, clock: str = "") -> list[str]:
+    """Problems of the keys of a block with a schedule, and of its arguments.
+
+    Args:
+      config: the configuration.
+      block: of it, what is checked.
+      schema: its keys with their defaults.
+      where: the key of the block.
+      clock: of its schedule; empty for that of the curriculum.
+    """
     if not isinstance(block, ml_collections.ConfigDict):
         return [f"{where}={block!r}: expected a block of keys"]
-    found = checks.block_problems(block, schema, where + ".", ("buckets",))
+    free = ("buckets", "always_keep")
+    found = checks.block_problems(block, schema, where + ".", free)
     if found:
         return found
     try:
@@ -267,26 +338,26 @@ def _block_problems(config, block, schema: dict, where: str) -> list[str]:
     except ValueError as error:
         return [str(error)]
     try:
-        kwargs = _kwargs(config, block)
+        kwargs = _kwargs(config, block, clock)
     except ValueError as error:
         return [f"{where}.kwargs.total: {error}"]
     found = checks.argument_problems(function, kwargs, where=f"{where}.kwargs")
     if not found:
         try:
-            _schedule(config, block)
+            _schedule(config, block, clock)
         except ValueError as error:
             found = [f"{where}.kwargs: {error}"]
     return found
 
 
-def _kwargs(config, block) -> dict:
+def _kwargs(config, block, clock: str = "") -> dict:
     """The schedule's arguments, a total that is a fraction turned into a count."""
     kwargs: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list | tuple) else value
         for name, value in block.kwargs.items()
     }
     if "total" in kwargs:
-        length = run_length(config, config.curriculum.clock)
+        length = run_length(config, clock or config.curriculum.clock)
         kwargs["total"] = schedules.resolve_duration(kwargs["total"], length)
     return kwargs
 
@@ -295,18 +366,40 @@ def run_length(config: ml_collections.ConfigDict, clock: str) -> int:
     """Length of the run at full length, in units of a clock; fractions are of it."""
     row = config.data.batch_size * config.data.seq_len
     tokens = config.train.num_tokens or config.train.num_steps * row
-    return tokens if clock == "tokens" else -(-tokens // row)
+    return -(-tokens // row) if clock == "steps" else tokens
 
 
-def _schedule(config, block):
-    function = checks.resolve(block.schedule, "curriculum schedule", schedules)
-    return function(**_kwargs(config, block))
+def _schedule(config, block, clock: str = ""):
+    function = checks.resolve(block.schedule, "schedule", schedules)
+    return function(**_kwargs(config, block, clock))
 
 
 def _bucketed(config):
     """The length of a clock, snapped down to the buckets."""
-    pacing = _schedule(config, config.curriculum.length)
-    return schedules.bucketed_schedule(pacing, buckets=allowed_lengths(config))
+    settings = config.curriculum.length
+    return _snapped(config, _schedule(config, settings), settings.buckets)
+
+
+def _snapped(config, pacing, settings):
+    allowed = _allowed(config, pacing, settings)
+    return schedules.bucketed_schedule(pacing, buckets=allowed)
+
+
+def _kept(config):
+    """``(length, step, tokens, layer_tokens) -> num_kept``; None where all are."""
+    settings = config.random_ltd
+    if settings is None:
+        return lambda length, *clocks: None
+    pacing = _snapped(config, kept_pacing(config), settings.buckets)
+    place = DROPPING_CLOCKS.index(settings.clock)
+    divisor = num_layers(config) if settings.clock == "layer_tokens" else 1
+
+    def num_kept(length: int, *clocks: int) -> int | None:
+        # The original counts the steps of random-LTD from 0.
+        kept = int(pacing(clocks[place] // divisor))
+        return kept if kept < length else None
+
+    return num_kept
 
 
 def _timeline(config, length_at) -> training.Timeline:
@@ -317,24 +410,34 @@ def _timeline(config, length_at) -> training.Timeline:
 
     if config.data.max_tokens:
         rows = config.data.max_tokens // size // rows * rows
+    num_kept = _kept(config)
 
-    def feed_at(step: int, tokens: int) -> training.Feed:
+    def feed_at(step: int, tokens: int, layer_tokens: int) -> training.Feed:
         length = min(int(length_at(step, tokens)), size)
         if length < 1:
             raise ValueError(f"the schedule gives the length {length} at step {step}")
+        # The curriculum decides first: tokens of shorter rows are dropped only where
+        # fewer of them are to be kept.
+        kept = num_kept(length, step, tokens, layer_tokens)
         if mode == "reshape":
-            return training.Feed(rows, rows * (size // length), length, length)
+            return training.Feed(rows, rows * (size // length), length, length, kept)
         if mode == "segment":
-            return training.Feed(rows, rows, size, length)
-        return training.Feed(rows, rows, length, length)
+            return training.Feed(rows, rows, size, length, kept)
+        return training.Feed(rows, rows, length, length, kept)
 
     return _until_the_end(config, feed_at)
 
 
 def _until_the_end(config, feed_at) -> training.Timeline:
-    if config.train.num_tokens:
-        return training.Timeline(feed_at, num_tokens=config.train.num_tokens)
-    return training.Timeline(feed_at, num_steps=config.train.num_steps)
+    end, budget = {}, config.train.num_tokens
+    if not budget:
+        end["num_steps"] = config.train.num_steps
+    elif config.train.budget_clock == "tokens":
+        end["num_tokens"] = budget
+    else:
+        end["num_layer_tokens"] = budget * num_layers(config)
+    count = functools.partial(layer_tokens, config)
+    return training.Timeline(feed_at, layer_tokens_of=count, **end)
 
 
 def _by_tokens(config, corpus: corpora.Corpus) -> Curriculum:
@@ -465,13 +568,36 @@ def _trimming(config, order: Any, row_lengths: Any) -> curriculum.Trimming:
 
 def _check_shapes(config, planned: training.Timeline) -> None:
     shapes = planned.shapes()
-    where = "data" if config.data.max_tokens else "curriculum.length"
     if len(shapes) > config.train.max_shapes:
         raise ValueError(
             f"the run has {len(shapes)} shapes of batches, each of which compiles a "
             f"step, more than train.max_shapes={config.train.max_shapes}; raise "
-            f"{where}.buckets.multiple, or set its max_count"
+            f"{' or '.join(_with_buckets(config))}.multiple, or set its max_count"
         )
+
+
+def _check_always_keep(config, planned: training.Timeline) -> None:
+    fixed = set() if config.random_ltd is None else set(config.random_ltd.always_keep)
+    for feed in planned.feeds:
+        if feed.num_kept is None or not fixed:
+            continue
+        if len(fixed) > feed.num_kept or max(fixed) >= feed.length:
+            raise ValueError(
+                f"random_ltd.always_keep={tuple(sorted(fixed))} does not fit into rows "
+                f"of {feed.length} tokens of which {feed.num_kept} are kept"
+            )
+
+
+def _with_buckets(config) -> list[str]:
+    """Keys of the buckets that decide the shapes."""
+    settings, keys = config.curriculum, []
+    if config.data.max_tokens:
+        keys.append("data.buckets")
+    if settings is not None and settings.length:
+        keys.append("curriculum.length.buckets")
+    if config.random_ltd is not None:
+        keys.append("random_ltd.buckets")
+    return keys
 
 
 def difficulties_at(

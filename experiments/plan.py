@@ -4,9 +4,10 @@
         --devices_per_host=8 [--output=plan.json]
 
 Compiles the step for that many H200s and says the memory of each, what is sent between
-them, and the work. Nothing is executed and no GPU is needed, only the extra `plan`.
-Attention is compiled in its blocked form, because cuDNN cannot be compiled for without
-a GPU; on the real machine causal attention without segments takes cuDNN.
+them, and the work: that of full rows of which no token is dropped. Nothing is executed
+and no GPU is needed, only the extra `plan`. Attention is compiled in its blocked form,
+because cuDNN cannot be compiled for without a GPU; on the real machine causal attention
+without segments takes cuDNN.
 """
 
 import argparse

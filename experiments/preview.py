@@ -3,10 +3,10 @@
     python -m experiments.preview --config=configs/gpt_curriculum.py \\
         [--output=preview.png] [--rows=12]
 
-Prints difficulty, length, the part of the samples that may be drawn, learning rate and
-tokens over the steps, and the shapes that will be compiled, as a table and a plot. The
-data is read (and analyzed, once) only where the curriculum draws by a metric or from
-several corpora, or batches are filled by tokens.
+Prints difficulty, length, kept tokens, the part of the samples that may be drawn,
+learning rate and tokens over the steps, and the shapes that will be compiled, as a
+table and a plot. The data is read (and analyzed, once) only where the curriculum draws
+by a metric or from several corpora, or batches are filled by tokens.
 """
 
 import itertools
@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 
 from dataeff_jax import training
-from experiments import builders, command_line, corpora, curricula
+from experiments import builders, command_line, corpora, curricula, random_ltd
 
 MAX_POINTS = 400  # of a curve
 
@@ -41,11 +41,15 @@ def preview(config: ml_collections.ConfigDict) -> dict[str, Any]:
     rate = builders.learning_rate(config, timeline)
     steps = _shown(timeline, MAX_POINTS)
     tokens = [timeline.tokens(step) for step in steps]
-    curves = {
-        "tokens": tokens,
-        "length": [timeline[step].length for step in steps],
-        "learning rate": [rate(s, t) for s, t in zip(steps, tokens, strict=True)],
-    }
+    layer_tokens = [timeline.layer_tokens(step) for step in steps]
+    clocks = zip(steps, tokens, layer_tokens, strict=True)
+    curves: dict[str, list] = {"tokens": tokens}
+    if config.random_ltd is not None:
+        curves["layer tokens"] = layer_tokens
+        kept = [random_ltd.num_kept(timeline[step]) for step in steps]
+        curves["kept tokens"] = kept
+    curves["length"] = [timeline[step].length for step in steps]
+    curves["learning rate"] = [rate(*clock) for clock in clocks]
     if plan.order is not None:
         told = [plan.order.difficulties(step) for step in steps]
         for name in told[0]:
@@ -99,9 +103,9 @@ def shapes_table(timeline: training.Timeline) -> str:
     for shape, group in itertools.groupby(steps, lambda step: timeline[step].shape):
         counted[shape] += sum(1 for _ in group)
     lines = [f"{len(counted)} shapes, each compiled once:"]
-    for (rows, length, _), count in counted.items():
-        first = timeline.first_step((rows, length, _))
-        lines.append(f"  {rows} x {length}: {count:,} steps, from step {first:,} on")
+    for shape, count in counted.items():
+        name, first = random_ltd.shape_name(shape), timeline.first_step(shape)
+        lines.append(f"  {name}: {count:,} steps, from step {first:,} on")
     return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ from experiments import (
     corpora,
     curricula,
     ngram_baselines,
+    random_ltd,
 )
 
 log = logging.getLogger(__name__)
@@ -151,10 +152,15 @@ def set_up(
     if jax.process_index() == 0:
         _write_files(workdir, resolved, corpus.tokenizer)
 
-    # Step.
-    step_fn = training.data_parallel_step(
-        loss_fn, tx, accumulation_steps=config.optimizer.accumulation_steps
-    )
+    # Step: the training step of a model that keeps so many tokens; None: the plain one.
+    def step_fn_of(num_kept):
+        dropping = random_ltd.loss_fn(config, model, num_kept=num_kept)
+        return training.data_parallel_step(
+            dropping or loss_fn,
+            tx,
+            accumulation_steps=config.optimizer.accumulation_steps,
+        )
+
     return Run(
         config=config,
         resolved=resolved,
@@ -162,7 +168,7 @@ def set_up(
         corpus=corpus,
         model=model,
         loss_fn=loss_fn,
-        step_fn=step_fn,
+        step_fn_of=functools.cache(step_fn_of),
         plan=plan,
         learning_rate_at=builders.learning_rate(config, plan.timeline),
         checkpoints=checkpoints,
@@ -185,9 +191,9 @@ class Run:
     corpus: corpora.Corpus
     model: models.GPT | models.BERT  # shapes only; the parameters are in `state`
     loss_fn: Callable[..., Any]
-    step_fn: Any  # jitted; compiled ahead for every shape
+    step_fn_of: Callable[[int | None], Any]  # jitted; compiled ahead for every shape
     plan: curricula.Curriculum
-    learning_rate_at: Callable[[int, int], float]
+    learning_rate_at: Callable[..., float]
     checkpoints: training.Checkpoints
     restored: bool
     # Where it stands.
@@ -316,7 +322,7 @@ class Run:
         state = jax.tree.map(_abstract, self.state)
         batches = self.batches
         if len(shapes) > 1:
-            told = ", ".join(f"{rows} x {length}" for rows, length, _ in shapes)
+            told = ", ".join(map(random_ltd.shape_name, shapes))
             log.info("the step compiles for %d shapes: %s", len(shapes), told)
 
         def compile(shape):
@@ -325,13 +331,17 @@ class Run:
             with jax.set_mesh(mesh):
                 batch = distributed.shard_batch(batch)
                 rate = {"learning_rate": np.float32(0)}
-                program = self.step_fn.lower(state, batch, self.key, **rate).compile()
+                lowered = self.step_fn_of(shape[2]).lower(
+                    state, batch, self.key, **rate
+                )
+                program = lowered.compile()
                 if mesh.size == 1 and jax.default_backend() == "cpu":
                     # The first call makes the CPU's matrix kernels, 0.1 s or more.
                     nothing = jax.tree.map(_zeros, state)
                     jax.block_until_ready(program(nothing, batch, self.key, **rate))
             seconds = time.monotonic() - began
-            log.info("compiled the step for %d x %d in %.1f s", *shape[:2], seconds)
+            name = random_ltd.shape_name(shape)
+            log.info("compiled the step for %s in %.1f s", name, seconds)
             return program
 
         return training.Executables(compile, shapes)
@@ -342,7 +352,8 @@ class Run:
         batch = next(batches)
         self.data_seconds += time.monotonic() - began
         feed = self.plan.timeline[self.step]
-        self.learning_rate = self.learning_rate_at(self.step, self.ledger.tokens)
+        clocks = self.step, self.ledger.tokens, self.ledger.layer_tokens
+        self.learning_rate = self.learning_rate_at(*clocks)
         self.state, metrics = executables.get(feed.shape)(
             self.state,
             distributed.shard_batch(batch),
@@ -356,8 +367,8 @@ class Run:
         self.ledger = self.ledger.add(
             samples=feed.samples,
             tokens=feed.tokens,
-            layer_tokens=feed.tokens * self.model.num_layers,
-            flops=feed.rows * self.model.train_flops(feed.row_length),
+            layer_tokens=curricula.layer_tokens(self.config, feed),
+            flops=feed.rows * random_ltd.train_flops(self.config, self.model, feed),
         )
         # Bounds what is queued on the device without ever leaving it idle.
         jax.block_until_ready(self.pending.get(self.step - STEPS_IN_FLIGHT))
@@ -396,6 +407,9 @@ class Run:
             "learning_rate": self.learning_rate,
             **self.ledger.to_json(),
         }
+        if self.config.random_ltd is not None:
+            feed = self.plan.timeline[self.step - 1]
+            line["num_kept"] = random_ltd.num_kept(feed)
         if self.config.curriculum is not None or self.plan.budget is not None:
             line["length"] = self.plan.timeline[self.step - 1].length
             line |= curricula.difficulties_at(self.plan.order, self.step - 1)

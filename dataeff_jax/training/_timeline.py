@@ -38,21 +38,26 @@ class Feed(NamedTuple):
 class Timeline:
     """The feeds of all steps, with the tokens fed before each.
 
-    Schedules of lengths are functions of the step or of the tokens fed, so everything
-    that a run will feed, its number of steps, and the shapes that will be compiled
-    follow before its first step.
+    Schedules of lengths and of kept tokens are functions of the step or of the tokens
+    fed, so everything that a run will feed, its number of steps, and the shapes that
+    will be compiled follow before its first step.
 
     Args:
-      feed_at: ``(step, tokens) -> Feed`` with the tokens fed before the step.
+      feed_at: ``(step, tokens) -> Feed`` with the tokens fed before the step; where
+        ``layer_tokens_of`` is given, ``(step, tokens, layer_tokens) -> Feed``.
       num_steps: how many steps the run has; or
-      num_tokens: the run ends with the step that reaches so many tokens.
+      num_tokens: the run ends with the step that reaches so many tokens; or
+      num_layer_tokens: with the step that reaches so many layer tokens.
+      layer_tokens_of: ``Feed -> int``, the tokens that go through a block in such a
+        step, summed over blocks; None: layer tokens are not counted.
 
     Attributes:
       num_steps: steps of the run, T.
       feeds: the different feeds, in the order in which they first come.
 
     Raises:
-      ValueError: not one of the two ends, or one below 1.
+      ValueError: not one of the three ends, one below 1, or an end by layer tokens
+        that are not counted.
 
     Example:
       >>> from dataeff_jax import training
@@ -66,28 +71,42 @@ class Timeline:
 
     def __init__(
         self,
-        feed_at: Callable[[int, int], Feed],
+        feed_at: Callable[..., Feed],
         *,
         num_steps: int | None = None,
         num_tokens: int | None = None,
+        num_layer_tokens: int | None = None,
+        layer_tokens_of: Callable[[Feed], int] | None = None,
     ):
-        if (num_steps is None) == (num_tokens is None):
-            raise ValueError(
-                f"{num_steps=} and {num_tokens=}: give one of them, which ends the run."
-            )
-        if (end := num_steps or num_tokens or 0) < 1:
-            raise ValueError(f"{num_steps=}, {num_tokens=}: a run needs at least 1.")
+        ends = (num_steps, num_tokens, num_layer_tokens)
+        given = [place for place, end in enumerate(ends) if end is not None]
+        told = f"{num_steps=}, {num_tokens=}, {num_layer_tokens=}"
+        if len(given) != 1:
+            raise ValueError(f"{told}: give one of them, which ends the run.")
+        if (end := ends[given[0]] or 0) < 1:
+            raise ValueError(f"{told}: a run needs at least 1.")
+        if num_layer_tokens is not None and layer_tokens_of is None:
+            raise ValueError(f"{told}: such an end needs layer_tokens_of.")
         codes: dict[Feed, int] = {}
-        order, before, tokens = [], [0], 0
-        while (len(order) if num_tokens is None else tokens) < end:
-            feed = feed_at(len(order), tokens)
-            order.append(codes.setdefault(feed, len(codes)))
-            tokens += feed.tokens
-            before.append(tokens)
+        counts: list[int] = []  # layer tokens by code
+        order: list[int] = []
+        before, layers_before = [0], [0]
+        while (len(order), before[-1], layers_before[-1])[given[0]] < end:
+            clocks = (len(order), before[-1], layers_before[-1])
+            feed = feed_at(*clocks[: 2 if layer_tokens_of is None else 3])
+            code = codes.setdefault(feed, len(codes))
+            if code == len(counts):
+                counts.append(0 if layer_tokens_of is None else layer_tokens_of(feed))
+            order.append(code)
+            before.append(before[-1] + feed.tokens)
+            layers_before.append(layers_before[-1] + counts[code])
         self.num_steps = len(order)
         self.feeds = tuple(codes)
         self._order = np.array(order, np.int32)
         self._before = np.array(before, np.int64)
+        self._layers_before = None
+        if layer_tokens_of is not None:
+            self._layers_before = np.array(layers_before, np.int64)
         self._last: dict[tuple[int, int, int | None], int] = {}
 
     def __getitem__(self, step: int) -> Feed:
@@ -98,16 +117,46 @@ class Timeline:
 
     def tokens(self, step: int) -> int:
         """Return the tokens fed before a step."""
-        over = max(0, step - self.num_steps)
-        return int(self._before[step - over]) + over * self[step].tokens
+        return self._count(self._before, step)
+
+    def layer_tokens(self, step: int) -> int:
+        """Return the layer tokens before a step.
+
+        Raises:
+          ValueError: they are not counted.
+        """
+        return self._count(self._counted(), step)
 
     def step_at(self, tokens: int) -> int:
         """Return the first step before which at least so many tokens are fed."""
-        step = int(np.searchsorted(self._before, tokens))
+        return self._step_at(self._before, tokens)
+
+    def step_at_layer_tokens(self, layer_tokens: int) -> int:
+        """Return the first step before which there are so many layer tokens.
+
+        Raises:
+          ValueError: they are not counted.
+        """
+        return self._step_at(self._counted(), layer_tokens)
+
+    def _counted(self) -> np.ndarray:
+        if self._layers_before is None:
+            raise ValueError(
+                "this timeline counts no layer tokens; build it with layer_tokens_of."
+            )
+        return self._layers_before
+
+    def _count(self, before: np.ndarray, step: int) -> int:
+        # After the run every step is like its last one.
+        over = max(0, step - self.num_steps)
+        return int(before[step - over]) + over * int(before[-1] - before[-2])
+
+    def _step_at(self, before: np.ndarray, count: int) -> int:
+        step = int(np.searchsorted(before, count))
         if step <= self.num_steps:
             return step
-        rest = tokens - self.tokens(self.num_steps)
-        return self.num_steps + -(-rest // self[self.num_steps].tokens)
+        rest = count - int(before[-1])
+        return self.num_steps + -(-rest // int(before[-1] - before[-2]))
 
     def shapes(self, first_step: int = 0) -> list[tuple[int, int, int | None]]:
         """Return the shapes of the steps from one on, in the order of their first."""

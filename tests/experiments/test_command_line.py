@@ -72,7 +72,7 @@ def test_an_argument_of_a_block_may_be_added():
         ("--config.model.kwargs.num_layer=4", "did you mean 'num_layers'"),
         ("--config.model.kwargs.num_layers='4'", "expected an integer"),
         ("--config.data.seq_len=0", "at least 1"),
-        ("--config.random_ltd=1", "random_ltd is not available"),
+        ("--config.random_ltd=1", "random_ltd=1: expected a block of keys"),
         ("--config.model.kwargs.max_length=16", "exceeds the model's 16 positions"),
         ("--config.model.kwargs.vocab_size=16", "set elsewhere"),
         ("--config.mesh=1", "expected a dict"),

@@ -73,6 +73,49 @@ def test_after_the_run_the_last_feed_holds():
     assert timeline.step_at(timeline.tokens(5) + 65) == 7
 
 
+def dropping(step, tokens, layer_tokens):
+    """Keeps more tokens after each 100 layer tokens: of the middle one of 3 layers."""
+    kept = 2 + layer_tokens // 100
+    return training.Feed(2, 2, 8, 8, kept if kept < 8 else None)
+
+
+def layer_tokens_of(feed):
+    return feed.rows * (2 * feed.length + (feed.num_kept or feed.length))
+
+
+def test_layer_tokens_are_counted_and_end_the_run():
+    timeline = training.Timeline(
+        dropping, num_layer_tokens=1000, layer_tokens_of=layer_tokens_of
+    )
+    layer_tokens = tokens = 0
+    for step in range(timeline.num_steps):
+        assert timeline.layer_tokens(step) == layer_tokens < 1000
+        assert timeline.tokens(step) == tokens
+        feed = dropping(step, tokens, layer_tokens)
+        assert timeline[step] == feed
+        layer_tokens += layer_tokens_of(feed)
+        tokens += feed.tokens
+    assert timeline.layer_tokens(timeline.num_steps) == layer_tokens >= 1000
+    assert timeline.layer_tokens(timeline.num_steps + 3) == layer_tokens + 3 * 48
+    assert timeline.shapes() == [(2, 8, k) for k in (2, 3, 4, 5, 6, 7, None)]
+
+
+def test_a_step_is_found_by_its_layer_tokens():
+    timeline = training.Timeline(dropping, num_steps=9, layer_tokens_of=layer_tokens_of)
+    for count in range(800):
+        step = timeline.step_at_layer_tokens(count)
+        assert timeline.layer_tokens(step) >= count
+        assert step == 0 or timeline.layer_tokens(step - 1) < count
+
+
+def test_layer_tokens_that_are_not_counted_are_not_told():
+    timeline = training.Timeline(growing, num_steps=2)
+    with pytest.raises(ValueError, match="layer_tokens_of"):
+        timeline.layer_tokens(1)
+    with pytest.raises(ValueError, match="layer_tokens_of"):
+        training.Timeline(growing, num_layer_tokens=2)
+
+
 @pytest.mark.parametrize(
     "ends", [{}, {"num_steps": 1, "num_tokens": 1}, {"num_steps": 0}]
 )
