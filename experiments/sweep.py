@@ -97,12 +97,20 @@ def run_all(
     print(f"{len(wanted) - len(missing)} of {len(wanted)} runs are there", flush=True)
     progress = training.Progress(len(missing)) if missing else None
     for number, run in enumerate(missing, start=1):
-        keep(run, directory, make(run))
+        result = make(run)
+        if not result["diverged"] and not _is_whole(result):
+            raise SystemExit(f"{run.name} was stopped and is not kept")
+        keep(run, directory, result)
         if progress is not None:
             progress.update(number)
     if progress is not None:
         progress.close()
     return results(runs, directory)
+
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
+    """Whether the run came to its end, whose step is evaluated; a stop's is not."""
+    return result["validation_curve"][-1][0] == result["steps"]
 
 
 def keep(run: Run, directory: pathlib.Path, result: Mapping[str, Any]) -> None:

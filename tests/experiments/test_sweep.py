@@ -53,9 +53,18 @@ def test_a_run_that_diverges_is_a_result(tmp_path):
 
 def test_only_the_runs_of_a_pattern_are_made(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(sweep, "make", lambda run: made.append(run.name) or {})
+    result = {"diverged": "", "steps": 2, "validation_curve": [[2, 0, 0, 1.0]]}
+    monkeypatch.setattr(sweep, "make", lambda run: made.append(run.name) or result)
     runs = [sweep.Run(name, "") for name in ("a-0", "a-1", "b-0")]
     assert list(sweep.run_all(runs, tmp_path, only="a-*")) == made == ["a-0", "a-1"]
+
+
+def test_a_run_that_was_stopped_is_not_kept(tmp_path, monkeypatch):
+    part = {"diverged": "", "steps": 7, "validation_curve": [[0, 0, 0, 5.0]]}
+    monkeypatch.setattr(sweep, "make", lambda run: part)
+    with pytest.raises(SystemExit, match="a was stopped"):
+        sweep.run_all([sweep.Run("a", "")], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("experiment", [stability, data_efficiency])
