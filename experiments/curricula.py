@@ -454,7 +454,7 @@ def _by_tokens(config, corpus: corpora.Corpus) -> Curriculum:
         row_multiple=settings.batch_size,
     )
 
-    def feed_at(step: int, tokens: int) -> training.Feed:
+    def feed_at(step: int, tokens: int, layer_tokens: int) -> training.Feed:
         samples, length = budget[step], budget.length_at(step)
         return training.Feed(int((samples >= 0).sum()), len(samples), length, length)
 
