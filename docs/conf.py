@@ -10,7 +10,7 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "dataeff_jax"
-exclude_patterns = ["_build"]
+exclude_patterns = ["jupyter_execute", "_build"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_google_docstring = True
