@@ -184,22 +184,6 @@ _unstack = jax.custom_vjp(_unstack_leaf, nondiff_argnums=(0,))
 _unstack.defvjp(_unstack_forward, _unstack_backward)
 
 
-def _unstack_leaf(num_layers, leaf):
-    return tuple(leaf[index] for index in range(num_layers))
-
-
-def _unstack_forward(num_layers, leaf):
-    return _unstack_leaf(num_layers, leaf), None
-
-
-def _unstack_backward(num_layers, _, parts):
-    return (jnp.stack(parts),)
-
-
-_unstack = jax.custom_vjp(_unstack_leaf, nondiff_argnums=(0,))
-_unstack.defvjp(_unstack_forward, _unstack_backward)
-
-
 def _split_leaf(counts, leaf):
     stops = itertools.accumulate(counts)
     return tuple(leaf[s - n : s] for s, n in zip(stops, counts, strict=True))
